@@ -193,7 +193,7 @@ def job(task: dict[str, Any]) -> Run:
     """A job, or its resumption; what is measured begins when its model is loaded. Moments go into
     the file ``stamps``: "load", "loaded", and "work" for the first row that the model gets."""
     from jitney_jobs.executors import Models
-    from jitney_jobs.job import make_job
+    from jitney_jobs.job_making import make_job
     from jitney_jobs.run import run_job
 
     def stamp(name: str) -> None:

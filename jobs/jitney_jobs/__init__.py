@@ -11,10 +11,10 @@ A job over files is a pipeline whose every queue is bounded:
   ``part_filler``);
 - another thread writes the parts (``part_maker``, ``part_files``) and commits them (``output``).
 
-``job`` holds the settings, ``run`` puts all of it together, ``job_run`` is a run from its first row
-to its end, and ``worker`` runs the job files of a folder. ``run_meter`` measures a run, and
-``observer`` shows it. ``job_record`` reads what the journal says afterwards; ``status`` and
-``report`` tell it (``job_figures``).
+``job`` holds the settings, and ``job_making`` checks them. ``run`` puts all of it together,
+``job_run`` is a run from its first row to its end, and ``worker`` runs the job files of a folder.
+``run_meter`` measures a run, and ``observer`` shows it. ``job_record`` reads what the journal says
+afterwards; ``status`` and ``report`` tell it (``job_figures``).
 
 ``ray_pipeline`` runs a job on a cluster (``ray_cluster``, ``ray_stream``), whose actors have what
 is between a reader and a commit (``ray_actor``); rows come to them in blocks (``ray_reader``,

@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:
-    """Make a call in a thread of its own. The process can end even if the call hangs, unlike with a
-    thread of an executor."""
+    """Make a call in a thread of its own. The process can end even if the call hangs. (It could not
+    with a ThreadPoolExecutor.)"""
     future: Future[Any] = Future()
     threading.Thread(target=settle, args=(future, call), daemon=True).start()
     return future
@@ -27,8 +27,8 @@ def settle(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 class SerialCalls:
-    """Calls in the background, one after another. The thread lives as long as the process: if a
-    call hangs, the process can end nevertheless."""
+    """Calls in the background, one after another. The thread is a daemon: if a call hangs, the
+    process can end nevertheless."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

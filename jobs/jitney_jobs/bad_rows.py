@@ -10,8 +10,9 @@ from jitney_jobs.rows import RowValues
 
 
 class BadRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of an error file. ``row`` is the index in the file, ``offset`` where it begins there,
-    in bytes without compression; ``input`` the row's values, or its line if it has none."""
+    """A line of an error file. ``row`` is the row's index in the file, ``offset`` where it begins
+    there, in bytes without compression. ``input`` has the row's values, or what was read if it has
+    none."""
 
     file: str
     row: int
@@ -19,12 +20,12 @@ class BadRow(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int | None = None
     input: Any = None
     answer: RowValues | None = None
-    """Of a line for OpenAI's API: the service's own line, which stands beside the others then, in
-    place of ``error``."""
+    """Only of a line for OpenAI's API: the fields of the line that the service would write. They
+    stand in place of ``error``."""
 
     @property
     def text(self) -> str:
-        """For an error that gives an example."""
+        """The row and why it is bad, as an example in an error."""
         return f"row {self.row} of {self.file}: {self.error}"
 
 

@@ -1,5 +1,5 @@
-"""What a run does about an input that is not as the journal's list has it: what differs is said,
-and a file of which rows are done may not have been replaced."""
+"""What a run does if the input has changed since the journal listed its files. It tells the user
+what differs, and refuses a file that was replaced after some of its rows were done."""
 
 import sys
 
@@ -12,9 +12,9 @@ from jitney_jobs.output import write_errors
 
 
 def go_on_with_list(dataset: Dataset, journal: JobJournal, were_bad: frozenset[int]) -> None:
-    """Say how the input differs from the journal's list, which is what is read. ``were_bad``: files
-    that were damaged when the run began. Raises InvalidArgumentError if another one, of which some
-    rows are committed, has been replaced.
+    """Say how the input differs from the journal's list of files, which are the files that are
+    read. ``were_bad``: files that were damaged when the run began; they may be put right. Raises
+    InvalidArgumentError if any other file was replaced and has committed rows.
 
     A file that is gone is read like any other: then it is a bad file.
     """
@@ -37,8 +37,8 @@ def go_on_with_list(dataset: Dataset, journal: JobJournal, were_bad: frozenset[i
 
 
 def differences_at_end(dataset: Dataset) -> list[str]:
-    """How the input differs, after the last row, from the list of files that were read. It is
-    said."""
+    """How the input differs, after the last row, from the list of files that were read. The user
+    is told, too."""
     try:
         texts = texts_of(dataset.changes_meanwhile())
     except JitneyError as error:  # every row is done: that counts
@@ -50,7 +50,7 @@ def differences_at_end(dataset: Dataset) -> list[str]:
 def _is_read_as_it_is_now(
     change: InputChange, dataset: Dataset, record: Record, was_bad: bool
 ) -> bool:
-    """Whether this run has rows to read in a file that is another one by now."""
+    """Whether this run has rows to read in a file that was replaced."""
     # A file that was cut off, and is whole now, counts as grown.
     is_other = change.kind is ChangeKind.REPLACED or (change.kind is ChangeKind.GROWN and was_bad)
     if not is_other or dataset.files_are_rows:

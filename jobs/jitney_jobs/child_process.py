@@ -8,7 +8,8 @@ import threading
 
 
 def live_as_child() -> None:
-    """Leave signals to the job's process, and end once that has ended, however it did."""
+    """Ignore SIGINT and SIGTERM, which the job's process gets too. End when that process has ended,
+    whatever ended it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

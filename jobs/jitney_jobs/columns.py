@@ -19,6 +19,8 @@ from jitney_jobs.schemas import in_microseconds, is_list, is_text, plain
 
 Errors = dict[int, str]
 """Index of a row in its batch -> why it is bad."""
+_MOST_SHOWN = 80
+"""Characters of a value in an error."""
 
 
 class Columns(NamedTuple):
@@ -35,11 +37,11 @@ def in_schema(batch: pa.RecordBatch, schema: pa.Schema) -> Columns:
     """The columns of ``schema``, with its types. A column that the batch lacks is null."""
     if batch.schema.equals(schema, check_metadata=True):
         return Columns(batch, {})
-    names = set(batch.schema.names)
+    there = set(batch.schema.names)
     errors: Errors = {}
     arrays = []
     for field in schema:
-        if field.name in names:
+        if field.name in there:
             array = batch.column(field.name)
             arrays.append(_cast(array, field.name, field.type, errors))
         else:
@@ -48,7 +50,8 @@ def in_schema(batch: pa.RecordBatch, schema: pa.Schema) -> Columns:
 
 
 def _cast(array: pa.Array, name: str, kind: pa.DataType, errors: Errors) -> pa.Array:
-    """Row by row if the whole cannot be cast: what fails is in ``errors`` then, and null."""
+    """The column ``name`` as one of type ``kind``. If the whole cannot be cast, each row is cast
+    alone: one that fails is null, and ``errors`` says why."""
     if array.type.equals(kind):
         return array
     array = _plain_array(array)
@@ -68,16 +71,17 @@ def _cast(array: pa.Array, name: str, kind: pa.DataType, errors: Errors) -> pa.A
 
 
 def _plain_array(array: pa.Array) -> pa.Array:
-    """The same values without views and runs, wherever they are in it. Arrow's own casts make nulls
-    of runs in structs, and lose the last offset of views of lists."""
+    """The same values in a type without views and runs, also inside of lists and structs. Arrow's
+    own casts are wrong there: runs in structs become nulls, and views of lists lose their last
+    offset."""
     kind = array.type
     types = pa.types
     if types.is_run_end_encoded(kind):
         return _plain_array(pc.run_end_decode(array))
     if types.is_list_view(kind) or types.is_large_list_view(kind):
         return _plain_array(_list_of_view(array))
-    wanted = plain(kind)
-    if kind.equals(wanted):
+    plain_kind = plain(kind)
+    if kind.equals(plain_kind):
         return array
     if types.is_struct(kind):
         children = [_plain_array(array.field(index)) for index in range(kind.num_fields)]
@@ -88,7 +92,7 @@ def _plain_array(array: pa.Array) -> pa.Array:
         return _list_of(array, lengths, is_large=types.is_large_list(kind))
     if _has_runs(kind):
         raise InvalidArgumentError(f"runs or views of lists in type {kind} cannot be read")
-    return array.cast(wanted)
+    return array.cast(plain_kind)
 
 
 def _has_runs(kind: pa.DataType) -> bool:
@@ -102,19 +106,23 @@ def _has_runs(kind: pa.DataType) -> bool:
 
 
 def _cast_one(row: pa.Array, kind: pa.DataType) -> pa.Array:
+    """An array of one row as one of type ``kind``. Raises whatever says why it cannot be."""
     try:
         return row.cast(kind)
     except pa.ArrowException:
-        if is_text(row.type) and not is_text(kind) and row[0].as_py() == "":
+        is_empty_text = is_text(row.type) and row[0].as_py() == ""
+        if is_empty_text and not is_text(kind):
             return pa.nulls(1, kind)  # an empty field of CSV
-        if not is_text(kind) or not row.type.equals(in_microseconds(row.type)):
+        # Python would cut nanoseconds: such a value cannot become JSON without loss.
+        fits_python = row.type.equals(in_microseconds(row.type))
+        if not is_text(kind) or not fits_python:
             raise
         (value,) = values_of(row)
         return pa.array([_text_of_nested(value)], kind)
 
 
 def _text_of_nested(value: Any) -> str:
-    """A value of Arrow's as JSON; times and decimals in it are texts, bytes are in base64."""
+    """A list or an object as JSON. Times and decimals in it are texts, bytes are in base64."""
     value = NonFinite("text").replaced(value)
     return msgspec.json.encode(value).decode()
 
@@ -126,15 +134,16 @@ def _list_of_view(views: pa.Array) -> pa.Array:
 
 
 def _list_of(lists: pa.Array, lengths: pa.Array, is_large: bool) -> pa.Array:
-    kind = np.int64 if is_large else np.int32
+    """Lists of the same values, in a plain type. ``lengths``: of each list, 0 for a null."""
+    offset_type = np.int64 if is_large else np.int32
     ends = np.cumsum(lengths.to_numpy(zero_copy_only=False))
-    offsets = pa.array(np.concatenate(([0], ends)).astype(kind))
+    offsets = pa.array(np.concatenate(([0], ends)).astype(offset_type))
     make = pa.LargeListArray if is_large else pa.ListArray
     return make.from_arrays(offsets, _plain_array(lists.flatten()), mask=pc.is_null(lists))
 
 
 def is_exact(array: pa.Array, kind: pa.DataType) -> bool:
-    """Whether each of the values has one of that type, without loss."""
+    """Whether each of the values can become one of that type without loss."""
     array = _plain_array(array)
     types = pa.types
     if types.is_struct(array.type) and types.is_struct(kind):
@@ -151,11 +160,16 @@ def is_exact(array: pa.Array, kind: pa.DataType) -> bool:
 
 
 def _shown(row: pa.Array) -> str:
+    """The value of an array of one row, for an error."""
     try:
         text = str(row[0])
     except Exception:  # Python does not have it, such as a date after the year 9999
         text = " ".join(str(row).split())
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -190,8 +204,9 @@ def from_bytes(data: pa.Buffer | bytes) -> pa.RecordBatch:
 
 
 def taken(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
-    """Some rows. All of them, in their order, are the batch itself."""
-    if len(rows) == len(batch) and all(map(int.__eq__, rows, range(len(rows)))):
+    """The rows with these indices. If they are all rows in their order, the batch itself."""
+    are_all = len(rows) == len(batch) and list(rows) == list(range(len(batch)))
+    if are_all:
         return batch
     if not batch.num_columns:
         return without_columns(len(rows))
@@ -314,30 +329,32 @@ def fitted(value: Any, kind: pa.DataType) -> Any:
 
 
 def _integer(value: Any, kind: pa.DataType) -> int:
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or isinstance(value, bool):
+    if not _is_number(value):
         raise _misfit(value, kind)
-    if isinstance(value, float | np.floating) and not math.isfinite(value):
-        raise _misfit(value, kind)
-    if value != int(value):
+    is_finite = not isinstance(value, float | np.floating) or math.isfinite(value)
+    if not is_finite or value != int(value):
         raise _misfit(value, kind)
     return int(value)
 
 
 def _float(value: Any, kind: pa.DataType) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if not _is_number(value):
         raise _misfit(value, kind)
     if isinstance(value, int) and int(float(value)) != value:
-        raise _misfit(value, kind)
+        raise _misfit(value, kind)  # no double holds it
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """To Python a bool is an int; here it is none."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _struct(value: Any, kind: pa.StructType) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _misfit(value, kind)
     types = {field.name: field.type for field in kind}
-    unknown = value.keys() - types.keys()
-    if unknown:
+    if not value.keys() <= types.keys():
         raise _misfit(value, kind)
     return {name: fitted(item, types[name]) for name, item in value.items()}
 
@@ -357,9 +374,7 @@ def _list(value: Any, kind: pa.DataType) -> Any:
 
 
 def _misfit(value: Any, kind: pa.DataType) -> InvalidArgumentError:
-    text = repr(value)
-    text = text if len(text) <= 80 else f"{text[:80]}…"
-    return InvalidArgumentError(f"{text} is no value of type {kind}")
+    return InvalidArgumentError(f"{_shortened(repr(value))} is no value of type {kind}")
 
 
 def json_text(value: Any) -> str:

@@ -15,7 +15,8 @@ import typer
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.addresses import without_keys
-from jitney_jobs.job import Job, make_job, read_job
+from jitney_jobs.job import Job
+from jitney_jobs.job_making import make_job, read_job
 from jitney_jobs.outcome import ExitStatus, SettingsError, TooManyBadRows, error_limit
 from jitney_jobs.shards import Shard
 from jitney_jobs.times import seconds_of

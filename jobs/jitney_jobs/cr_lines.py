@@ -11,8 +11,8 @@ _READ_BYTES = 1 << 16
 
 
 def has_cr_lines(head: bytes) -> bool:
-    """Whether the lines of a file that begins so end with CR alone. One at the end of ``head`` may
-    be half of CR and LF."""
+    """Whether the lines of a file that begins with ``head`` end with CR alone. A CR at the end of
+    ``head`` does not count: an LF may follow it in the file."""
     return _LF not in head and _CR in head[:-1]
 
 
@@ -31,8 +31,7 @@ class CrLines:
 
 
 def _lines_of(source: io.BufferedReader) -> Iterator[bytes]:
-    begun: list[bytes] = []
-    """Of a line whose end has not come."""
+    begun: list[bytes] = []  # the pieces of a line whose end has not come
     while True:
         block = source.read1(_READ_BYTES)
         if not block:

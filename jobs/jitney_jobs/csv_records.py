@@ -26,7 +26,7 @@ _REASONS = {
 
 
 class CsvRecord(NamedTuple):
-    """A record, or a line that is none."""
+    """A record, or a line that cannot be read as one."""
 
     fields: list[str] | None
     """None if it cannot be read."""
@@ -34,7 +34,7 @@ class CsvRecord(NamedTuple):
     raw: bytes
     """The line that cannot be read. Empty for a record."""
     offset: int
-    """Where it begins, in bytes of the file as it is without compression, in UTF-8."""
+    """Where it begins, in bytes of the file's text: without compression, and as UTF-8."""
     replaced: int = 0
     """How many U+FFFD were put in place of what is no text."""
 
@@ -96,9 +96,9 @@ def csv_records(
     header: list[str] | None = None,
     offset: int = 0,
 ) -> Iterator[CsvRecord]:
-    """The header, and the records under it. Empty lines are none. A record is bad if it has not as
-    many fields as the header. If ``header`` is known, what comes is the records from the one at
-    ``offset`` on, where the source stands. Raises csv.Error for a header that cannot be read."""
+    """The header, and the records under it, without empty lines. A record is bad if it has more or
+    fewer fields than the header. If a ``header`` is given, only records come, from ``offset`` on,
+    where the source stands. Raises csv.Error for a header that cannot be read."""
     csv.field_size_limit(1 << 30)
     lines = _Lines(source, encoding, offset)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)

@@ -64,7 +64,7 @@ class Dataset:
 
     @property
     def files(self) -> list[InputFile]:
-        """The files that are read."""
+        """The files that are read, in their order."""
         return self._listing.files
 
     @property
@@ -102,13 +102,16 @@ class Dataset:
     # ------------------------------------------------------------------ the schema
 
     def look_ahead(self, is_typed: bool) -> pa.Schema | None:
-        """The columns that all files have in common, with types that hold the values of all.
+        """The columns of all files together, with types that hold the values of all.
 
-        Parquet and Arrow files state their types. Columns of CSV are texts. Lines of JSON are read:
-        all of them, but on object storage only the first 16 MB of each file; they are not if the
-        output is no table (``is_typed``), since it has their values as they came. A file that
-        cannot be read is left out here, and named when its rows are read. Types that the job
-        names replace those found. Raises UnavailableError if the storage fails.
+        - Parquet and Arrow files state their types.
+        - Columns of CSV are texts.
+        - Lines of JSON are read: all of them, or on object storage the first 16 MB of each file.
+          Unless ``is_typed``, which says that the output is a table, they are not, and there is no
+          schema: the output has the lines' values as they came.
+
+        Types that the job names replace those found. A file that cannot be read is left out here,
+        and named when its rows are read. Raises UnavailableError if the storage fails.
         """
         if self.files_are_rows:
             texts = ("path", "text") if self.format == "text" else ("path",)
@@ -144,9 +147,9 @@ class Dataset:
         skips_bad_files: bool | None = None,
     ) -> Iterator[Chunk | FileRows]:
         """All rows that are not committed, in order: those of the files with these indices, or of
-        all files. A chunk has at most ``size`` rows. Behind the chunks of a file comes the number
-        of its rows, unless the journal knows it. A file that is damaged ends early: then the
-        number of its rows comes with the reason.
+        all files. A chunk has at most ``size`` rows. After the chunks of a file comes the number
+        of its rows, unless the journal knows it. A file that is damaged ends early: the number is
+        that of the rows until there, and says why.
 
         Raises InvalidArgumentError for such a file if the job does not skip them
         (``skips_bad_files`` replaces what the job says), and UnavailableError if the storage fails
@@ -183,8 +186,8 @@ class Dataset:
     def _batches_of_file(
         self, index: int, record: Record, left_out: Ranges, size: int
     ) -> Iterator[Batch]:
-        """Those with rows of the shard, or all. Raises InvalidArgumentError for a file that is
-        damaged, or has fewer rows than the shard."""
+        """The batches of a file: of a shard's job only those with its rows. Raises
+        InvalidArgumentError for a file that is damaged, or lacks rows of the shard."""
         if self.files_are_rows:
             yield from path_batches(self.files, size)
             return
@@ -209,13 +212,13 @@ class Dataset:
     def _count_of_file(
         self, index: int, record: Record, row_count: int, why_bad: str | None
     ) -> FileRows | None:
-        """What the journal is to note of a file that has ended, or cannot be read any further. None
-        if it knows that. ``row_count``: rows that were read."""
+        """What the journal is to note of a file whose end has been reached, or that cannot be read
+        any further (``why_bad``). None if it knows that. ``row_count``: rows that were read."""
         if record.shard_rows is not None and why_bad is None:
             end = record.shard_rows.end_in(index)
             row_count = row_count if end is None else end
         if why_bad is not None:
-            # It had more when these were committed.
+            # Committed rows count, though the file may be damaged before them by now.
             last = record.done.last_of(index)
             row_count = max(row_count, 0 if last is None else last.end)
         elif index in record.row_counts and index not in record.bad_files:
@@ -242,9 +245,11 @@ class Dataset:
         if batch.data is None or done.covers(index, batch.first, batch.end):
             return None
         count = batch.end - batch.first
-        left = [
-            i for i in range(count) if not done.covers(index, batch.first + i, batch.first + i + 1)
-        ]
+        left = []  # indices in the batch of the rows that are not committed
+        for i in range(count):
+            row = batch.first + i
+            if not done.covers(index, row, row + 1):
+                left.append(i)
         data = batch.data
         unreadable = dict(batch.unreadable)
         is_table = self.format not in LINES and not self.files_are_rows
@@ -253,7 +258,8 @@ class Dataset:
             data = self._in_schema(data, of_folders, unreadable)
         if len(left) < count:
             data = taken(data, left)
-        places = {i: number for number, i in enumerate(left)}
+        # Index in the batch -> index in the chunk.
+        in_chunk = {i: number for number, i in enumerate(left)}
         return Chunk(
             file=index,
             indices=[batch.first + i for i in left],
@@ -261,10 +267,10 @@ class Dataset:
             data=data,
             further=self.further_columns_of(index),
             offsets=[batch.offsets[i] for i in left] if batch.offsets else (),
-            unreadable={places[i]: row for i, row in unreadable.items() if i in places},
+            unreadable={in_chunk[i]: row for i, row in unreadable.items() if i in in_chunk},
             read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
-            replaced={places[i]: count for i, count in batch.replaced.items() if i in places},
+            replaced={in_chunk[i]: n for i, n in batch.replaced.items() if i in in_chunk},
         )
 
     def further_columns_of(self, file: int) -> dict[str, Any]:
@@ -276,8 +282,9 @@ class Dataset:
     def _in_schema(
         self, data: pa.RecordBatch, further: dict[str, Any], unreadable: dict[int, Unreadable]
     ) -> pa.RecordBatch:
-        """With the columns and types of the schema, and those of the folders. Rows whose values
-        cannot have these types are noted."""
+        """The rows with the columns and types of the schema. ``further``: the columns that the
+        folders' names state. Rows whose values cannot have these types are added to
+        ``unreadable``."""
         schema = self.schema
         if schema is None:  # the job has none: the file's own
             schema = unified([data.schema, self._folders.schema])
@@ -299,14 +306,14 @@ class Dataset:
 
 
 class _Share(NamedTuple):
-    """What a file is of the whole input, in shares of its bytes."""
+    """How much of the input's bytes a file is, and the files before it: shares of the whole."""
 
     before: float
-    """The files before it."""
+    """Of the files before it."""
     of_file: float
 
     def until(self, share: float) -> float:
-        """That of all rows up to one in this file. ``share``: of the file."""
+        """The share of the input that has been read once ``share`` of this file has."""
         return self.before + share * self.of_file
 
 

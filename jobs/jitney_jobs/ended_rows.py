@@ -1,4 +1,4 @@
-"""Rows that the model is done with, on their way into a part."""
+"""Rows that the model is done with, until they are in a part."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ class Ended:
     results: Sequence[RowValues | MapResult] = ()
     """Otherwise what it gave for each row."""
     error: str | None = None
-    """Why they are bad. Then there are no results."""
+    """Why all of them are bad. Then there are no results."""
     answer: RowValues | None = None
-    """Only of a bad line for OpenAI's API, which is alone then: the line that the service has."""
+    """Only if they are one bad line for OpenAI's API: the line that the service would write."""
     result_bytes: int = 0
     """Size of the results in memory, about."""
     is_long_text: bool = False

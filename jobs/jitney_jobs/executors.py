@@ -89,8 +89,8 @@ class EngineExecutor:
         return self._llm.capacity_for(self._tiers)
 
     def rank(self, prepared: JobPrompt, is_last: bool) -> tuple[float, list[int]]:
-        """By prompt, so that common prefixes meet. In the last generation rows with a long output
-        come first, so that none of them runs alone in the end."""
+        """Sorted by prompt, so that rows with a common prefix run together. Among the last rows of
+        the job those with a long output come first, so that none of them runs alone in the end."""
         if not is_last:
             return 0, prepared.ids
         return -_length_class(prepared.params.max_tokens), prepared.ids
@@ -110,7 +110,8 @@ class EngineExecutor:
         return ended
 
     def _end_slow_rows(self, timeout_s: float) -> list[Outcome]:
-        """Rows that wait for their turn are not slow."""
+        """Cancel rows whose prompt, or whose output, takes longer than ``timeout_s``. Rows that
+        wait for their turn are not slow."""
         now = time.monotonic()
         slow: list[Outcome] = []
         for key, request in self._running.items():
@@ -124,8 +125,8 @@ class EngineExecutor:
                 self._prefilling_since.pop(key, None)  # it waits, perhaps again
                 continue
             if now - since > timeout_s:
-                said = f"it took longer than row_timeout ({timeout_s:g} s) to {what}"
-                slow.append((key, InvalidArgumentError(said)))
+                why = f"it took longer than row_timeout ({timeout_s:g} s) to {what}"
+                slow.append((key, InvalidArgumentError(why)))
         for key, _ in slow:
             self._forget_times(key)
         self._llm.cancel(self._running, [key for key, _ in slow])
@@ -140,8 +141,8 @@ class EngineExecutor:
 
 
 def _length_class(max_tokens: int) -> float:
-    """Outputs of like length have the same class: powers of two. -1, which stands for what the
-    context holds, is the longest."""
+    """Outputs of up to twice the length have the same class. -1 means as many tokens as the context
+    holds: the longest class."""
     return math.inf if max_tokens == -1 else max_tokens.bit_length()
 
 
@@ -157,7 +158,7 @@ def _tokenizer_of(model: str) -> str | None:
 
 
 class ModelKey(NamedTuple):
-    """Two jobs of the same key can share a loaded model."""
+    """What a loaded model depends on: two jobs with the same key can share it."""
 
     settings: list[Any]
     file_times: list[float]
@@ -172,8 +173,8 @@ class Models:
         self._loaded: tuple[Executor, Context] | None = None
 
     def load(self, job: Job) -> tuple[Executor, Context]:
-        """As :func:`load`. A model whose files have changed is loaded again, and so is one on a
-        server: its executor knows what has become of the job before."""
+        """As :func:`load`. A model is loaded again if its files have changed, or if it is on a
+        server: that executor remembers how the requests of the job before ended."""
         key = _key_of(job)
         if self._loaded is None or key != self._key or job.server is not None:
             self.close()

@@ -5,6 +5,7 @@ those that it has had. ``table_batches`` reads Parquet and Arrow, ``text_batches
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class Batch:
     data: pa.RecordBatch | None
     """None if all rows are committed: then they were not read."""
     share: float
-    """The share of the file that has been read with this batch, 0 to 1."""
+    """How much of the file has been read at the end of this batch, 0 to 1."""
     nbytes: int = 0
     """Size of the rows as they were read."""
     offsets: Sequence[int] = ()
@@ -56,26 +57,27 @@ class RowCount:
 
 
 def is_full(row_count: int, nbytes: int, size: int) -> bool:
-    """Whether a batch of so many rows and bytes ends. ``size``: most rows of one."""
+    """Whether a batch that has so many rows and bytes takes no more. ``size``: most rows of a
+    batch."""
     return row_count >= size or nbytes >= _BATCH_BYTES
 
 
 def batch_rows(size: int, row_count: int, nbytes: int) -> int:
-    """``size``, or as many rows as ``_BATCH_BYTES`` hold, if that is fewer. ``row_count`` rows have
-    ``nbytes``."""
+    """How many rows a batch takes of ``row_count`` rows that have ``nbytes`` together: ``size``, or
+    what ``_BATCH_BYTES`` hold if that is fewer."""
     rows_of_most_bytes = _BATCH_BYTES * row_count // max(1, nbytes)
     return min(size, max(1, rows_of_most_bytes))
 
 
 def path_batches(files: list[InputFile], size: int) -> Iterator[Batch]:
-    """For files that are rows, in the column ``path``. The index of a file is the index of its
-    row."""
+    """For files that are rows: their paths, in the column ``path``. The index of a file is the
+    index of its row."""
     count = len(files)
     first = 0
     while first < count:
-        end = first
-        nbytes = 0
-        while end < count and (end == first or not is_full(end - first, nbytes, size)):
+        nbytes = files[first].size  # a batch has one row at least
+        end = first + 1
+        while end < count and not is_full(end - first, nbytes, size):
             nbytes += files[end].size
             end += 1
         paths = [file.path for file in files[first:end]]
@@ -85,9 +87,9 @@ def path_batches(files: list[InputFile], size: int) -> Iterator[Batch]:
 
 
 def check_names(names: Sequence[str], path: str) -> None:
-    """A row would have only one of two columns of the same name. Raises InvalidArgumentError."""
-    if len(set(names)) == len(names):
-        return
+    """Raises InvalidArgumentError if two columns have the same name: a row would have only one of
+    them."""
+    counts = Counter(names)
     for name in names:
-        if list(names).count(name) > 1:
+        if counts[name] > 1:
             raise InvalidArgumentError(f"input {path} has two columns {name!r}")

@@ -56,7 +56,7 @@ class FileReader:
         )
 
     def _retried(self, path: str, read: Callable[[BinaryIO], T]) -> T:
-        """What ``read`` gives for the open file."""
+        """What ``read`` returns for the open file. It is called again if the storage fails."""
         trouble = Trouble()
         while True:
             try:
@@ -66,8 +66,8 @@ class FileReader:
                 trouble.wait(self._retry_policy, self._error_of(path, error))
 
     def _error_of(self, path: str, error: Exception) -> JitneyError:
-        """What an error in reading means. For a file whose first bytes tell that it is of another
-        format, that; of lines and CSV ``text_batches`` looks at them first."""
+        """What an error in reading means. A table's file may be of another kind, which its first
+        bytes tell. (For lines and CSV, ``text_batches`` looks at them before it reads.)"""
         found = read_error(path, error)
         if isinstance(found, InvalidArgumentError) and self._format in _TABLES:
             with contextlib.suppress(OSError), self._fs.open_input_file(path) as raw:
@@ -113,12 +113,12 @@ class FileReader:
         columns: Sequence[str] | None = None,
         start: ReadStart = BEGINNING,
     ) -> Iterator[Batch]:
-        """The file's rows in order, from ``start`` on where the format allows that; at most
-        ``size`` in a batch. ``index`` is the file's, by which ``done`` knows its rows that need not
-        be read. Only these ``columns`` are read, where the format has columns.
+        """The file's rows in order, at most ``size`` in a batch. They begin at ``start`` where the
+        format allows that. ``done`` has the rows that need not be read, by the file's ``index``.
+        Only these ``columns`` are read, where the format has columns.
 
-        After a failure of the storage the file is read again from ``start``; the batches are the
-        same then, and those that were given are left out."""
+        After a failure of the storage the file is read again from ``start``. The batches are the
+        same then, and those that were given before are left out."""
         rows_given = 0
         trouble = Trouble()
         while True:
@@ -152,7 +152,7 @@ class FileReader:
                 yield from line_batches(self._as_listed(raw, file), file, size, self._form, start)
 
     def _as_listed(self, raw: BinaryIO, file: InputFile) -> BinaryIO:
-        """Of lines and CSV, what was there when the file was listed."""
+        """A file of lines or CSV as it was when it was listed: without what was appended since."""
         listed: BinaryIO = up_to_listed_end(raw, file, self._form.encoding)
         return listed
 

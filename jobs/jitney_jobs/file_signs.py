@@ -24,16 +24,20 @@ _TEXT_CONTROLS = b"\t\n\r\f"
 
 
 def kind_of(head: bytes) -> str | None:
-    """Of a file that begins so. None: it may be a text, or anything else."""
+    """The kind of a file that begins with ``head``. None: it is not known; it may be a text."""
+    # A text may begin with the letters of a sign, such as ORC.
+    is_binary = any(byte < 32 and byte not in _TEXT_CONTROLS for byte in head)
+    if not is_binary:
+        return None
     for sign, kind in _SIGNS:
-        if head.startswith(sign) and any(byte < 32 and byte not in _TEXT_CONTROLS for byte in head):
+        if head.startswith(sign):
             return kind
     return None
 
 
 def check_is_text(head: bytes, path: str, is_unpacked: bool) -> None:
-    """``is_unpacked``: ``head`` was compressed. Raises InvalidArgumentError if a file that should
-    have lines or CSV has something else."""
+    """Raises InvalidArgumentError if a file that should hold lines or CSV holds something else.
+    ``head``: its first bytes; ``is_unpacked`` says that they were compressed in the file."""
     kind = kind_of(head[:SIGN_BYTES])
     if kind is not None:
         what = "holds, compressed," if is_unpacked else "is"
@@ -43,8 +47,8 @@ def check_is_text(head: bytes, path: str, is_unpacked: bool) -> None:
 
 
 def kind_error(head: bytes, path: str, expected: str) -> InvalidArgumentError | None:
-    """For a file that should be Parquet or Arrow and could not be read: the error, if it is known
-    to be something else."""
+    """The error for a file that could not be read as ``expected``, Parquet or Arrow, because it is
+    of another kind. None: its kind is not known, or is the one that was expected."""
     kind = kind_of(head[:SIGN_BYTES])
     if kind is None or kind == expected:
         return None

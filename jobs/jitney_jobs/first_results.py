@@ -1,5 +1,8 @@
-"""The columns that ``map`` makes, learned from the first rows before a run divides its input among
-processes: all of them write the same columns, and those of a run that does not divide it."""
+"""The columns that ``map`` makes, learned from the first rows.
+
+A run that divides its input among processes learns them first, so that all processes write the same
+columns, and the same as a run that does not divide it.
+"""
 
 import contextlib
 from collections.abc import Iterator

@@ -28,7 +28,8 @@ from jitney.text.tokenizer import Tokenizer, TokenizerData
 from jitney_jobs.arrow import pa
 from jitney_jobs.column_names import FIELD
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.job import Job, make_job
+from jitney_jobs.job import Job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.journal import Record
 from jitney_jobs.logprobs import COLUMNS, Positions, column_value, logprob_columns
 from jitney_jobs.rows import Chunk, RowValues, column_of, columns_named, reason

@@ -23,10 +23,12 @@ from jitney_jobs.rows import Chunk, RowId
 from jitney_jobs.tasks import MapResult
 
 _NAME = "_job/held_results"
+_CHECKSUM_BYTES = 4
+"""At the beginning of the file."""
 
 
 class _Held(msgspec.Struct):
-    """What the file has."""
+    """What the file has after its checksum."""
 
     key: str
     """Of the settings, the function and the input that the results are of."""
@@ -47,9 +49,10 @@ class HeldResults:
         self._results: dict[RowId, MapResult] = {} if data is None else self._read(data)
 
     def _read(self, data: bytes) -> dict[RowId, MapResult]:
-        """Nothing of what is torn, or of a job that was another: these rows are done again."""
-        content = data[4:]
-        if zlib.crc32(content) != int.from_bytes(data[:4], "big"):
+        """The results in a file. Empty if it is torn, or if the settings, the function or the input
+        have changed since: these rows are done again."""
+        content = data[_CHECKSUM_BYTES:]
+        if _checksum(content) != data[:_CHECKSUM_BYTES]:
             return {}
         held = msgspec.msgpack.decode(content, type=_Held)
         return dict(held.results) if held.key == self._key else {}
@@ -73,24 +76,29 @@ class HeldResults:
                 self._results[ended.chunk.id_of(index)] = result
         held = _Held(self._key, list(self._results.items()))
         content = msgspec.msgpack.encode(held)
-        self._maker.write_file(_NAME, zlib.crc32(content).to_bytes(4, "big") + content)
+        self._maker.write_file(_NAME, _checksum(content) + content)
         self._is_there = True
         self._saved_at = time.monotonic()
 
     def save_each(self, seconds: float, rows: Iterable[Ended]) -> None:
-        """As :meth:`save`, but no more often. Raises OSError."""
+        """As :meth:`save`, unless they were saved less than so long ago. Raises OSError."""
         if time.monotonic() - self._saved_at >= seconds:
             self.save(rows)
 
     def remove(self) -> None:
-        """All results are in parts. What cannot be removed is of no use to any run."""
+        """Remove the file: all results are in parts. If it cannot be removed, no run uses it."""
         if self._is_there:
             self._maker.remove([_NAME])
         self._is_there = False
         self._results = {}
 
 
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "big")
+
+
 def _key_of(begin: Begin) -> str:
+    """A text that differs whenever the results may."""
     settings = begin.job.fields_that_shape_output
     data = msgspec.json.encode([begin.id, settings, begin.prints, begin.files, begin.schema])
     return hashlib.sha256(data).hexdigest()

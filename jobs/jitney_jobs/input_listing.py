@@ -47,7 +47,8 @@ class InputListing:
         """The files that are read."""
 
     def _find(self, listed: list[InputFile] | None) -> list[InputFile]:
-        """Sets the format, by the files that are read, and notes what is passed over."""
+        """The files that are there now, sorted. Sets the format, by the files that are read, and
+        notes what is passed over."""
         there = self._files_there(is_listed=listed is not None)
         if self.format == "auto":
             self.format = common_format(self._job.input, listed or there, self.passed_over)
@@ -62,8 +63,8 @@ class InputListing:
         return sorted(files, key=lambda file: file.path)
 
     def _files_there(self, is_listed: bool) -> list[pafs.FileInfo]:
-        """All files of the paths, each once. If the journal has a list (``is_listed``), some paths
-        may lead to nothing."""
+        """All files that the paths lead to, each once. If the journal has a list (``is_listed``),
+        some paths may lead to nothing."""
         _, output = file_system(self._job.output)
         bases: list[str] = []
         passed_over: Counter[str] = Counter()

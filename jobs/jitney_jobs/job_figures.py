@@ -8,8 +8,8 @@ from jitney_jobs.journal import OutputPart, Record
 
 
 class JobFigures:
-    """The figures of all runs of a job. Each part has those of its run so far, so the last part of
-    a run has what the whole run did."""
+    """The figures of all runs of a job. Each part has the figures of its run up to then, so the
+    last part of a run has those of the whole run."""
 
     def __init__(self, record: Record) -> None:
         self._rows = record.written + record.failed
@@ -39,7 +39,7 @@ class JobFigures:
 
     @property
     def cost_text(self) -> str:
-        """Core-seconds a thousand rows."""
+        """Core-seconds for a thousand rows."""
         thousands_of_rows = max(1, self._rows) / 1000
         return f"{self.total('cpu_s') / thousands_of_rows:,.2f} core-seconds a thousand rows"
 

@@ -40,8 +40,8 @@ def read_record(output: str, journal: str | None, shard: Shard | None = None) ->
 
 @errors_without_keys()
 def unmerged_status(output: str) -> str | None:
-    """Where the shards of an output stand. None if it has none, or if they are merged. Raises as
-    :func:`read_record`."""
+    """Where the shards of an output stand. None if it has no shards, or if they are merged. Raises
+    as :func:`read_record`."""
     try:
         plan = plan_of(output)
         if plan is None or read_journal(output, None).begin is not None:

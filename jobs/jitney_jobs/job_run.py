@@ -21,7 +21,7 @@ from jitney_jobs.stop_signals import StopSignals
 from jitney_jobs.watchdog import Watchdog
 
 _NEWS_S = 60.0
-"""The user is told so often what the run waits for."""
+"""Between two times at which the user is told what the run waits for."""
 
 
 class RowPipeline(Protocol):
@@ -82,10 +82,13 @@ class JobRun:
         check_input: Callable[[], list[str]],
     ) -> bool:
         """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
-        by then is committed. Returns whether the job is complete. ``on_progress`` is called with
-        the figures often, and at the end. ``check_input`` is asked at the end how the input differs
-        from what was read. A job with a ``limit`` ends with its first rows. Raises
-        TooManyBadRows, UnavailableError if input, model or output are away or nothing moves,
+        by then is committed. Returns whether the job is complete. A job with a ``limit`` ends after
+        its first rows.
+
+        ``on_progress`` is called with the figures often, and at the end. ``check_input`` is called
+        at the end: it says how the input differs from what was read.
+
+        Raises TooManyBadRows, UnavailableError if input, model or output are away or nothing moves,
         InvalidArgumentError if no file can be read, JobRefusedError, and CancelledError as soon as
         the job is not ``wanted``."""
         pipeline = self._pipeline
@@ -137,19 +140,25 @@ class JobRun:
         bad = self._meter.bad
         done = self._meter.done
         total = done if has_ended else self._journal.record.total
-        known = self._known_rows(done) if total is None else total
-        if not self._error_limit.is_exceeded(bad, known, all_known=total is not None):
+        if total is None:
+            is_exceeded = self._error_limit.is_exceeded(
+                bad, self._expected_rows(done), all_known=False
+            )
+        else:
+            is_exceeded = self._error_limit.is_exceeded(bad, total, all_known=True)
+        if not is_exceeded:
             return
         last = self._output.misfit or self._pipeline.bad_example()
         example = f"; one is {last}" if last else ""
-        ended = done if total is None else total
+        of_rows = done if total is None else total
         raise TooManyBadRows(
-            f"{bad:,} of {ended:,} rows are bad, more than max_errors "
+            f"{bad:,} of {of_rows:,} rows are bad, more than max_errors "
             f"({self._job.max_errors}) allows{example}"
         )
 
-    def _known_rows(self, done: int) -> float:
-        """Rows of the input, as its size lets expect; at least those that have ended."""
+    def _expected_rows(self, done: int) -> float:
+        """Rows of the input, estimated from the share of its bytes that was read. At least
+        ``done``, those that have ended."""
         figures = self._meter.figures
         if not figures.position:
             return done

@@ -71,7 +71,7 @@ class _Store(Protocol):
 
     @property
     def mark_of_run(self) -> str:
-        """What the names of all parts of this run have behind their number."""
+        """What follows the number in the names of all parts of this run."""
 
     def may_remove(self, part: str) -> bool:
         """Whether a file of a part that no entry names is of a run that can commit no more."""
@@ -83,7 +83,8 @@ class _Store(Protocol):
         """Returns when the entry is there for good. Raises OSError."""
 
     def settle(self) -> None:
-        """Find out what is not known of the last :meth:`append`. Raises as that."""
+        """Find out whether the last :meth:`append` counts, if its error left that open. Raises as
+        that."""
 
     def close(self) -> None:
         """Let another run have it."""
@@ -125,25 +126,25 @@ class JobJournal:
         passed_over: dict[str, int] | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """Note the job, or check that the one that is there is the same. Raises
-        InvalidArgumentError that says what differs, if any good row is committed. If none is, the
-        journal begins anew. ``prints``: of ``fingerprints.py``. ``look_ahead`` gives the input's
-        schema; it is called where the journal begins, and may raise. ``passed_over``: as in
-        :class:`Begin`. ``plan``: of the shards, if the job is one of them."""
+        """Note the job, or check that the one that is there is the same. If no good row is
+        committed, the journal begins anew. Otherwise it raises InvalidArgumentError that says what
+        differs, if anything does.
+
+        ``prints``: of ``fingerprints.py``. ``look_ahead`` gives the input's schema; it is called
+        where the journal begins, and may raise. ``passed_over``: as in :class:`Begin`. ``plan``: of
+        the shards, if the job is one of them."""
         prints = prints or {}
         begin = self.record.begin
         id = secrets.token_hex(8) if begin is None else begin.id
         if plan is not None:
             id = plan.id
-        accepts_changes = job.accept_changes
-        given = job
         # What one run accepted, a run that resumes the job has not accepted.
-        job = msgspec.structs.replace(job_without_keys(job), accept_changes=False)
+        noted_job = msgspec.structs.replace(job_without_keys(job), accept_changes=False)
         entry = None
         if begin is None or not self.record.written:
             entry = Begin(
                 version=VERSION,
-                job=job,
+                job=noted_job,
                 files=files,
                 files_are_rows=files_are_rows,
                 at=time.time(),
@@ -158,11 +159,18 @@ class JobJournal:
         if self._folder is not None and _is_s3(job.output):
             from jitney_jobs.journal_objects import note_elsewhere  # boto3 may be missing
 
-            note_elsewhere(given, id, self._folder)
+            note_elsewhere(job, id, self._folder)
         if entry is not None:
             self._begin(entry)
             return
         assert begin is not None, "rows are committed"
+        self._go_on(begin, noted_job, id, prints, accepts_changes=job.accept_changes)
+
+    def _go_on(
+        self, begin: Begin, job: Job, id: str, prints: dict[str, str], accepts_changes: bool
+    ) -> None:
+        """Go on with the job that has begun, whose settings are now those of ``job``. Raises
+        InvalidArgumentError that says what differs, if it is another job."""
         if begin.id != id:
             raise InvalidArgumentError(
                 f"{self._owner} has rows of shard {job.shard} that belong to another plan: put "
@@ -205,9 +213,9 @@ class JobJournal:
         self.append(Reopened(Ranges(rows).intervals))
 
     def append(self, entry: Entry) -> None:
-        """For any thread. Returns when the entry is there for good. After an OSError nothing of it
-        counts, or it is told by what is appended next. Raises UnavailableError if another run has
-        taken the job over, and InvalidArgumentError if a file turns out to be shorter than the
+        """For any thread. Returns when the entry is there for good. After an OSError it does not
+        count, or the next call finds out whether it does. Raises UnavailableError if another run
+        has taken the job over, and InvalidArgumentError if a file turns out to be shorter than the
         journal says."""
         if isinstance(entry, FileRows):
             why = self.record.beyond_end(entry)
@@ -224,8 +232,8 @@ class JobJournal:
 
     @property
     def mark_of_run(self) -> str:
-        """What the names of parts that others write for this run must have behind their number, and
-        before a mark of their own."""
+        """What follows the number in the names of parts that other processes write for this run. A
+        mark of their own follows it."""
         return self._store.mark_of_run
 
     def may_remove(self, part: str) -> bool:
@@ -238,7 +246,8 @@ class JobJournal:
 
 
 def _is_same(before: Begin, entry: Begin) -> bool:
-    """Whether the journal can go on with its first line. Its schema is that of the same files."""
+    """Whether the journal can keep its first line: ``entry`` differs from it at most in its time
+    and in what was found in the same files."""
     now = msgspec.structs.replace(
         entry,
         at=before.at,

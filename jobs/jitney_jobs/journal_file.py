@@ -59,7 +59,7 @@ class JournalFile:
         self.record = Record(self._path.parent)
 
     def append(self, entry: Entry) -> None:
-        """Returns when the line is on the disk. After an OSError nothing of it is there."""
+        """Write a line. Returns when it is on the disk. After an OSError nothing of it is there."""
         data = encode(entry)
         try:
             view = memoryview(data)
@@ -92,8 +92,8 @@ class JournalFile:
 
 
 def lock_folder(folder: Path, owner: str, kind: int = fcntl.LOCK_EX) -> int:
-    """A descriptor; the lock ends when it is closed. Raises UnavailableError if a run has a lock
-    that excludes it."""
+    """Lock a folder, and return a descriptor: the lock ends when that is closed. ``owner``: what
+    the lock is of, for the error. Raises UnavailableError if a run has a lock that excludes it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -74,8 +74,9 @@ def _with_finite(text: bytes, non_finite: NonFinite) -> bytes:
 def columns_of_lines(
     lines: Sequence[bytes], rows: Sequence[dict[str, Any]], schema: pa.Schema, is_whole: bool
 ) -> Columns:
-    """The columns of ``schema``. ``rows``: the decoded lines, with further columns and without
-    those that are not kept. ``is_whole``: there are no such columns."""
+    """The columns of ``schema``. ``rows``: the decoded lines, with the columns of their folders
+    and without those that are not kept. ``is_whole``: the lines have exactly the columns of
+    ``rows``."""
     if is_whole and not _has_large(rows, schema):
         try:
             return Columns(_read(b"\n".join(lines), len(lines), schema), {})
@@ -85,10 +86,16 @@ def columns_of_lines(
 
 
 def _has_large(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> bool:
-    """Whether integers that no double holds are where the schema has floats: ``pyarrow.json`` would
-    round them."""
-    names = [field.name for field in schema if holds_floats(field.type)]
-    return any(not pa.types.is_null(large_type(row.get(name))) for name in names for row in rows)
+    """Whether any row has an integer that no double holds where the schema has floats.
+    ``pyarrow.json`` would round it."""
+    for field in schema:
+        if not holds_floats(field.type):
+            continue
+        for row in rows:
+            large = large_type(row.get(field.name))
+            if not pa.types.is_null(large):
+                return True
+    return False
 
 
 def _read(data: bytes, row_count: int, schema: pa.Schema) -> pa.RecordBatch:
@@ -124,7 +131,7 @@ def encoded(row: Any) -> bytes:
 
 
 def joined(row: bytes, result: bytes) -> bytes:
-    """One object of JSON with the fields of two, without a look at their values."""
+    """One object of JSON with the fields of two, which are not decoded."""
     head = row[: row.rindex(b"}")].rstrip()
     tail = result[result.index(b"{") + 1 :].lstrip()
     comma = b"" if head.endswith(b"{") or tail.startswith(b"}") else b","
@@ -134,8 +141,8 @@ def joined(row: bytes, result: bytes) -> bytes:
 def kept(
     line: bytes, keep: Sequence[str] | None, further: Mapping[str, Any], non_finite: NonFinite
 ) -> bytes:
-    """An object of JSON of the line's fields, or of those that are kept, and of further columns.
-    Values stay as they are written in the line, but for NaN and infinities. Raises
+    """An object of JSON with the line's fields, or those of them in ``keep``, and the ``further``
+    columns. Values stay as they are written in the line, but for NaN and infinities. Raises
     InvalidArgumentError if these are errors."""
     line = line.strip().removeprefix(codecs.BOM_UTF8)
     if keep is None:

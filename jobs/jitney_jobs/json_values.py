@@ -1,5 +1,8 @@
 """Reads JSON files that are no lines: an array of objects, or objects that go over several lines.
-Each value becomes what a line would be, while the file is read: it is never held as a whole."""
+
+Each value becomes a row, as a line would. They are found while the file is read, so that it is
+never in memory as a whole.
+"""
 
 import codecs
 import re
@@ -18,7 +21,8 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["\[\]{},]', re.DOTALL)
 _IS_JSON = re.compile(r"\.json(\.\w+)?$", re.IGNORECASE)
 """Names of files that are said to be JSON, and not JSON lines."""
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
-"""What msgspec says of a value that something follows, whose first byte is the last of so many."""
+"""What msgspec says if something follows a value. The number counts bytes up to the first byte of
+what follows, and with it."""
 _OPENING = b"[{"
 _CLOSING = b"]}"
 
@@ -98,13 +102,13 @@ class _Scanner:
     def __init__(self, path: str) -> None:
         self._path = path
         self._text = b""
-        """What has come and is not yet part of a value that was given."""
+        """What has come, from the beginning of the value that is looked for."""
         self._offset = 0
-        """Where that begins in the whole."""
+        """Where ``_text`` begins in the file."""
         self._at = 0
-        """So much of it was looked at."""
+        """Where the search for the next token begins in ``_text``."""
         self._first = 0
-        """Where the value begins, in the text."""
+        """Where the value begins in ``_text``."""
         self._closers: list[int] = []
         """The brackets that are open, innermost last: the character that closes each."""
         self._is_array = False
@@ -113,6 +117,7 @@ class _Scanner:
         """So many bytes should come next: more, the longer the string that has no end yet."""
 
     def feed(self, block: bytes) -> Iterator[Located]:
+        """The values that end in the next block of the file."""
         text = self._text[self._first :] + block
         self._offset += self._first
         self._at -= self._first
@@ -121,7 +126,8 @@ class _Scanner:
         while True:
             match = _TOKEN.search(text, self._at)
             if match is None:
-                self._at = len(text) if self._closers else self._at
+                if self._closers:  # inside of a value: nothing here is of interest
+                    self._at = len(text)
                 break
             token = match[0]
             if token == b'"':  # the string ends in a later block
@@ -133,6 +139,7 @@ class _Scanner:
         self.next_bytes = max(_BLOCK_BYTES, len(text) - self._first)
 
     def _take(self, token: int, position: int) -> Iterator[Located]:
+        """Note a bracket, a brace or a comma at ``position``. Gives the value that it ends."""
         depth = len(self._closers)
         if token in _OPENING:
             if depth == 0:
@@ -152,6 +159,7 @@ class _Scanner:
             self._first = position + 1
 
     def _value(self, end: int) -> Iterator[Located]:
+        """The value that ends at ``end``, unless it is empty."""
         value = self._text[self._first : end].lstrip()
         if value:
             offset = self._offset + end - len(value)

@@ -1,4 +1,4 @@
-"""What the lines of a job for OpenAI's API say of themselves, before any is run: which repeat the
+"""Surveys the lines of a job for OpenAI's API before any is run: which of them repeat the
 ``custom_id`` of an earlier line, and which models they name."""
 
 import codecs
@@ -107,8 +107,8 @@ def _repeated(dataset: Dataset, suspects: set[int]) -> frozenset[RowId]:
 
 
 def _lines(dataset: Dataset) -> Iterator[tuple[RowId, _Line]]:
-    """All that are JSON objects. A bad file is named when its rows are read, unless they are
-    done."""
+    """All lines that are JSON objects. A bad file is left out here, and named when its rows are
+    read."""
     for chunk in dataset.chunks(Record.empty(), _CHUNK_ROWS, skips_bad_files=True):
         if not isinstance(chunk, Chunk):
             continue

@@ -17,8 +17,8 @@ from jitney_jobs.schemas import SeenTypes, may_round, plain, unified, with_texts
 
 _FOOTERS_AT_ONCE = 16
 _HEAD_BYTES = 16 << 20
-"""Of lines of JSON on object storage, so much of each file is looked at. Files on this machine are
-looked at as a whole."""
+"""How much of each file of JSON lines is read on object storage. Local files are read to their
+end."""
 _ROWS = 1024
 """So many lines are looked at together."""
 
@@ -50,8 +50,8 @@ def schema_of_files(reader: FileReader, files: Sequence[InputFile]) -> pa.Schema
 def _exact_field(
     reader: FileReader, file: InputFile, schema: pa.Schema, field: pa.Field
 ) -> pa.Field:
-    """With text for values of a file that the type of all files would not hold: an id of 19
-    digits, where another file has doubles."""
+    """The field of all files, with text as its type if that type does not hold the values of this
+    file: an id of 19 digits, where another file has doubles."""
     index = schema.get_field_index(field.name)
     if index < 0:
         return field
@@ -66,8 +66,8 @@ def _exact_field(
 
 
 def schema_of_lines(reader: FileReader, files: Sequence[InputFile], is_local: bool) -> pa.Schema:
-    """Of lines of JSON: of all of them, or unless the files are local, of the first 16 MB of each
-    file. Raises UnavailableError if the storage fails."""
+    """Of lines of JSON. Local files are read to their end, others as far as ``_HEAD_BYTES``. Raises
+    UnavailableError if the storage fails."""
     seen = SeenTypes()
     most_bytes = None if is_local else _HEAD_BYTES
     for index, file in enumerate(files):

@@ -48,7 +48,7 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _MOST_SHOWN = 10
 _TRIES = 10
-"""To put the journal behind what other runs, which are refused, have put there."""
+"""How often it is tried to put the journal behind the entries of other runs, which are refused."""
 
 
 @errors_without_keys()
@@ -118,7 +118,7 @@ def _wait_for_all(
             return
         left_s = until - time.monotonic()
         if left_s <= 0:
-            _check_complete(output, shards)  # none is: this raises
+            _check_complete(output, shards)  # raises: none of these is complete
         if len(shards) != said:
             say(f"waits for {len(shards):,} of {len(journals.shards):,} shards")
         said = len(shards)
@@ -183,7 +183,7 @@ def _check_parts(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
 
 
 def _check_files(plan: Plan, shards: list[ShardJournal]) -> None:
-    """As in a job without shards."""
+    """Raises InvalidArgumentError if no file could be read, as a job without shards does."""
     reasons: dict[int, str] = {}
     for journal in shards:
         reasons |= journal.record.bad_files
@@ -192,7 +192,8 @@ def _check_files(plan: Plan, shards: list[ShardJournal]) -> None:
 
 
 def _check_plan(plan: Plan) -> None:
-    """Whether the ranges of the shards follow one another without a gap."""
+    """Raises InvalidArgumentError unless the ranges of the shards follow one another without a
+    gap."""
     ends: dict[int, int] = {}
     for ranges in plan.shards:
         for each in ranges:
@@ -205,8 +206,8 @@ def _check_plan(plan: Plan) -> None:
 
 
 def _check_rows(name: str, record: Record) -> None:
-    """Whether a shard has done its rows, and no others. Rows of a file that could not be read to
-    its end may be missing."""
+    """Raises InvalidArgumentError unless a shard has done its rows, and no others. Rows of a file
+    that could not be read to its end may be missing."""
     assert record.begin is not None, "it is complete"
     assert record.shard_rows is not None, "it is a shard"
     expected = record.shard_rows.within(record.row_counts)
@@ -229,7 +230,8 @@ def _rows_text(rows: Interval, files: list[InputFile]) -> str:
 
 
 def _check_bad_rows(plan: Plan, shards: list[ShardJournal], max_errors: str | None) -> None:
-    """Each shard was held against its own rows."""
+    """Raises TooManyBadRows if all shards together have too many. (Each was checked alone when it
+    ran.)"""
     given = plan.job.max_errors if max_errors is None else max_errors
     bad = sum(journal.record.failed for journal in shards)
     total = bad + sum(journal.record.written for journal in shards)
@@ -246,7 +248,8 @@ def _check_bad_rows(plan: Plan, shards: list[ShardJournal], max_errors: str | No
 def _journal_of_all(
     plan: Plan, journals: ShardJournals, shards: list[ShardJournal], max_errors: str | None
 ) -> bytes:
-    """Its lines. The same whenever it is made of the same journals."""
+    """The lines of the journal of the merged job. They are the same whenever they are made of the
+    same journals."""
     job = plan.job
     if max_errors is not None:
         job = msgspec.structs.replace(job, max_errors=max_errors)
@@ -275,7 +278,7 @@ def _journal_of_all(
 
 
 def _files_of(plan: Plan, shards: list[ShardJournal]) -> list[InputFile]:
-    """The plan's; damaged files as they were put right since."""
+    """The files of the plan. A damaged file that was put right since is as it is now."""
     files = list(plan.files)
     for journal in shards:
         assert journal.record.begin is not None, "it is complete"
@@ -317,7 +320,8 @@ def _without_rows(part: OutputPart, rows: list[Interval]) -> OutputPart:
 
 
 def _renumbered(part: OutputPart, first_number: int) -> OutputPart:
-    """Parts of all shards count on. Their runs are known by the numbers of their first parts."""
+    """A part of a shard, numbered behind those of the shards before. Its figure ``run`` is the
+    number of its run's first part, and moves with it."""
     figures = {**part.figures, "run": part.figures["run"] + first_number}
     return msgspec.structs.replace(part, number=part.number + first_number, figures=figures)
 

@@ -15,8 +15,8 @@ def has_non_finite(array: pa.Array) -> bool:
     """Whether a NaN or an infinity is somewhere in the array."""
     kind = array.type
     if pa.types.is_floating(kind):
-        finite = pc.all(pc.is_finite(array), min_count=0).as_py()
-        return not finite
+        all_are_finite = pc.all(pc.is_finite(array), min_count=0).as_py()
+        return not all_are_finite
     if pa.types.is_struct(kind):
         return any(map(has_non_finite, array.flatten()))
     if is_list(kind):

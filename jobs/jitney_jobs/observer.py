@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Of one run. The metrics are there from the beginning, the display once the model is
-    loaded."""
+    """Shows one run. The metrics are served from its beginning, and the display begins once the
+    model is loaded."""
 
     def __init__(self, job: Job, journal: JobJournal, begun: State, closing: ExitStack) -> None:
         """``begun``: the state at the beginning of the run. Metrics are served from now on, until

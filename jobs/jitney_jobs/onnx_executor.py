@@ -40,7 +40,7 @@ class _Held:
     begun: int = 0
     """Rows that are in batches, or were."""
     ended: list["_Slice"] = field(default_factory=list)
-    """What has become of its rows, in their order."""
+    """The slices of it that have ended, in the order of its rows."""
 
     @property
     def elements_of_row(self) -> int:
@@ -48,20 +48,22 @@ class _Held:
 
 
 class _Slice(NamedTuple):
-    """Some rows of a block, in a batch; or their results."""
+    """Some rows of a block that are in a batch, or what has become of them."""
 
     held: _Held
     row_count: int
     arrays: Arrays | None
-    """None if the rows failed: then ``error`` says why, if they are one row."""
+    """Before the run their inputs, after it their outputs. None if they failed."""
     error: JitneyError | None = None
+    """Why they failed. Such a slice has one row."""
 
 
 class _Batch(NamedTuple):
     """A batch that runs."""
 
     row_count: int
-    results: Future[list[_Slice]]
+    ended: Future[list[_Slice]]
+    """Its slices with their outputs."""
 
 
 @dataclass
@@ -108,13 +110,13 @@ class OnnxExecutor:
         self._before: _Batch | None = None
         """The one before it, if that has not ended."""
         self._patience = 1.0
-        """How many times as long as a row a batch may take."""
+        """How many times as long as a row a batch may take. It grows with experience."""
         self._calls = SerialCalls()
         self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
 
     @property
     def capacity(self) -> int:
-        """So many that a full batch waits while another one runs."""
+        """So many rows that a full batch waits while another one runs."""
         return self._held_rows - self._waiting_rows + self._rows_of_full_batch()
 
     def _rows_of_full_batch(self) -> int:
@@ -135,20 +137,21 @@ class OnnxExecutor:
         self._most_elements = max(self._most_elements, held.elements_of_row)
 
     def step(self) -> list[tuple[int, BlockResult]]:
-        """Begin to run the next batch: together, or each row alone if that fails. Returns the
-        blocks that the batch before has ended, once it has."""
+        """Begin to run the next batch, unless two are under way. Wait for a moment for the older
+        one, and return the blocks whose last rows it had."""
         if self._before is None:
             self._before = self._running
             self._running = self._begin_batch()
-        ended = self._before
-        if ended is None or not wait([ended.results], _POLL_S).done:
+        batch = self._before
+        if batch is None or not wait([batch.ended], _POLL_S).done:
             return []
         self._before = None
         done = []
-        for piece in ended.results.result():
+        for piece in batch.ended.result():
             held = piece.held
             held.ended.append(piece)
-            if sum(each.row_count for each in held.ended) == held.row_count:
+            rows_ended = sum(each.row_count for each in held.ended)
+            if rows_ended == held.row_count:
                 self._held_rows -= held.row_count
                 done.append((held.key, _result_of(held.ended)))
         return done
@@ -171,12 +174,11 @@ class OnnxExecutor:
         self._waiting_rows -= row_count
         self._most_elements = max([1, *(held.elements_of_row for held in self._waiting)])
         run = partial(self._run, pieces=pieces, rows_of_full_batch=most_rows, size=self._sizes.now)
-        results = self._calls.submit(run)
-        return _Batch(row_count, results)
+        return _Batch(row_count, self._calls.submit(run))
 
     def _run(self, pieces: list[_Slice], rows_of_full_batch: int, size: int) -> list[_Slice]:
-        """In a thread. Returns the pieces with their results; those of rows that had to be
-        run alone are single rows."""
+        """Run a batch; in a thread. Returns its pieces with their outputs. Rows that failed
+        together are run one by one: they come back as a piece each."""
         began = time.perf_counter()
         blocks = [piece.arrays or {} for piece in pieces]
         if self._may_pad:

@@ -99,7 +99,7 @@ def may_pass(result: Any) -> bool:
 
 
 def pause(tries: int) -> float:
-    """Seconds before the next try of what was tried again ``tries`` times."""
+    """Seconds before the next try, if there were ``tries`` tries after the first one."""
     return min(_LONGEST_PAUSE_S, float(2 ** min(tries, 16)))
 
 
@@ -107,8 +107,8 @@ class RetryPolicy:
     """How often, and how long, passing errors are tried again."""
 
     def __init__(self, seconds: float, retries: int) -> None:
-        """``seconds``: after its first failure, in which a thing is tried again. ``retries``: more
-        tries after an error that is no UnavailableError: it may be the row's fault."""
+        """``seconds``: how long after its first failure something is tried again. ``retries``: how
+        often, after an error that is no UnavailableError, since the row may be at fault."""
         self._seconds = seconds
         self._retries = retries
 
@@ -155,8 +155,9 @@ class ErrorLimit:
     share: float | None = None
 
     def is_exceeded(self, bad: int, known: float, all_known: bool) -> bool:
-        """``known``: rows of the input, as far as it was read, or as its size lets expect. Unless
-        ``all_known``, a small number says nothing of a share."""
+        """Whether ``bad`` rows are more than allowed. ``known``: rows of the input, or unless
+        ``all_known`` an estimate. An estimate counts as ``_ROWS_OF_A_SHARE`` at least: a few rows
+        say nothing of a share."""
         if self.rows is not None:
             return bad > self.rows
         assert self.share is not None, "a limit is a number or a share"

@@ -90,7 +90,7 @@ class Output:
         self._fs, self._folder = file_system(job.output)
         shard = job.its_shard
         self._mark = "" if shard is None else shard.part_mark
-        """What the names of this run's parts have before the number."""
+        """What stands before the number in the names of this run's parts."""
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
         there = [name for name in self._parts() if not name.startswith(ERRORS)]
         if there and journal.record.begin is None:
@@ -170,7 +170,7 @@ class Output:
         self.counts.non_finite += part.non_finite
         self.counts.replaced += part.replaced
         self.counts.long_texts += part.long_texts
-        # Until the journal has the columns, each part brings them: the part that set them may have
+        # Each part brings the columns until one has been committed: the part that set them may have
         # been lost.
         schema = None if self._journal.record.schema is not None else self.maker.columns.schema
         committed = OutputPart(

@@ -1,7 +1,7 @@
 """The columns of a job's output: those of the input that are kept, and the result's.
 
-All parts of a table have the same ones. They are known before the first part, but for those that
-``map`` makes: its first results set them.
+All parts of a table have the same columns. They are known before the first part, except the columns
+that ``map`` makes: its first results set those.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,21 +34,22 @@ class OutputColumns:
         self._job = job
         self._dataset = dataset
         self.known: pa.Schema | None = pa.schema([])
-        """The columns, once they are known. None if ``map`` makes some: the first rows set them."""
+        """The columns. None as long as they are not known: the first results of ``map`` set
+        them."""
         self._of_input = pa.schema([])
         """The columns of the input that are written, so far as they are known before its rows."""
         self.schema: bytes | None = None
         """The columns of a table, for the journal, as Arrow serializes them. None until they are
         known."""
         self.are_final = True
-        """Whether later runs keep to them. Not if a job's limit left too few results of ``map`` to
-        set them."""
+        """Whether later runs keep to these columns. They do not if the setting ``limit`` left too
+        few results of ``map`` to set them."""
 
     def set_result(self, of_result: pa.Schema | None, stated: bytes | None = None) -> None:
-        """The result's columns with their types; None if they are known only once there are rows.
-        ``stated``: those of the parts that are there, as the journal has them. Call it before the
-        first part is written. Raises InvalidArgumentError if one of them is a column of the input
-        too, and for a column to keep or divide by that is not there."""
+        """Set the columns of the result with their types; None if they are known only once there
+        are rows. ``stated``: the columns of the parts that are there, as the journal has them. Call
+        it before the first part is written. Raises InvalidArgumentError if a column is both of the
+        input and of the result, and for a column to keep or divide by that is not there."""
         of_input = self._dataset.schema or pa.schema([])
         keep = self._job.keep
         if of_input.names and keep is not None:  # else the input does not state its columns
@@ -107,6 +108,7 @@ class OutputColumns:
     def completed(self, context: Context) -> Context:
         """The context, with what the workers must know of the output. Call it once the input has
         its schema."""
+        # Texts and lines become columns of Arrow in the workers.
         makes_columns = self._dataset.format == "text"
         if self._dataset.format in LINES and self.is_table:
             makes_columns = True
@@ -132,9 +134,9 @@ class OutputColumns:
         return list(dict.fromkeys([*keep, *of_task]))
 
     def are_known(self, part: Sequence[Ended]) -> bool:
-        """Whether the columns are known, or this part has enough rows to set them: the first rows
-        of the input, however long they take, so that the columns do not depend on the time. A part
-        of bad rows alone needs none."""
+        """Whether the columns are known, or this part has enough results to set them. It must be
+        as many however long they take: otherwise the columns would depend on the time. A part of
+        bad rows alone needs no columns."""
         if self.known is not None:
             return True
         row_count = sum(len(ended.results) for ended in part)
@@ -165,6 +167,7 @@ class OutputColumns:
                 field = field.with_type(written.field(field.name).type)
             fields.append(field)
         there = {*self._of_input.names, *seen.schema().names}
+        # Columns that the job names and that the first results lack: later ones may have them.
         missing = [field for field in written if field.name not in there]
         known = pa.schema([*self._of_input, *fields, *missing], self._of_input.metadata)
         if self.format == "parquet":
@@ -194,7 +197,7 @@ def output_format_of(job: Job, dataset: Dataset) -> OutputFormat:
 
 
 def sample_of(results: Iterable[RowValues | MapResult]) -> list[RowValues]:
-    """So many of the first results as set the types of columns, as values."""
+    """The values of as many of the first results as set the types of columns."""
     rows: list[RowValues] = []
     nbytes = 0
     for result in results:

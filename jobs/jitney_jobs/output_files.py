@@ -31,8 +31,8 @@ class OutputFiles(Protocol):
         """Raises FileNotFoundError if it is not there."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file if there is none of that name. Returns False if there is one; on object
-        storage it may be that of a request whose answer was lost."""
+        """Write a file if there is none of that name. Returns False if there is one. On object
+        storage that may be this file: if a request arrived whose answer was lost."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, or write it anew."""

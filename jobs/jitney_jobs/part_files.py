@@ -1,8 +1,8 @@
 """The files of a part: rows as lines of JSON, Parquet or CSV.
 
-What a writer takes are rows of one chunk with their results; what it gives are the bytes of files.
-Columns of the input are taken from the chunk as they are. A row whose result cannot be written is
-told by its index, and left out.
+A writer takes rows of one chunk with their results, and gives the bytes of files. Columns of the
+input are taken from the chunk as they are. A row whose result cannot be written is left out, and
+the writer returns its index and why.
 """
 
 import base64
@@ -24,7 +24,7 @@ from jitney_jobs.schemas import in_microseconds, is_list
 from jitney_jobs.tasks import MapResult
 
 _MOST_PARTITIONS = 1000
-"""Files of one part. A column with more values is none to divide by."""
+"""Most files of one part. A column with more values is refused as one to divide by."""
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -89,7 +89,7 @@ class LinesWriter:
         return encoded(value)
 
     def _given(self, block: RowBlock) -> Sequence[bytes | RowValues | Exception]:
-        """The input's part of each line."""
+        """What each line has of the input; an exception for a row that cannot be written."""
         chunk = block.chunk
         if chunk.format in LINES:
             if self._keep == []:
@@ -113,13 +113,16 @@ class LinesWriter:
         return [self._replaced(result) for result in block.results]
 
     def _values(self, data: pa.RecordBatch) -> list[RowValues | Exception]:
-        """Rows of Python's values; of one that Python does not have, why."""
+        """The rows as Python's values. Instead of a row that Python cannot hold, the exception."""
         try:
             rows: list[RowValues | Exception] = [*rows_of(_with_exact_times(data))]
         except Exception as error:  # such as a date after the year 9999
             if len(data) == 1:
                 return [error]
-            return [row for index in range(len(data)) for row in self._values(data.slice(index, 1))]
+            one_by_one: list[RowValues | Exception] = []
+            for index in range(len(data)):
+                one_by_one += self._values(data.slice(index, 1))
+            return one_by_one
         if any(map(has_non_finite, data.columns)):
             return [self._replaced(row) for row in rows]
         return rows
@@ -145,7 +148,7 @@ def _with_exact_times(data: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _exact_times(array: pa.Array) -> pa.Array:
-    """Times in microseconds, as Python has them. Where that would cut them, texts."""
+    """Times in microseconds, as Python has them. If that would cut one of them, all as texts."""
     kind = array.type
     if kind.equals(in_microseconds(kind)):
         return array
@@ -214,7 +217,7 @@ class TableWriter:
         return found.errors
 
     def _columns(self, block: RowBlock) -> Columns:
-        """Those of the input and those of the result, with the types of the schema."""
+        """The columns of the input and of the result, with the types of the schema."""
         chunk = block.chunk
         given = chunk.data if chunk.columns is None else chunk.columns
         names = [name for name in given.schema.names if name in self._schema.names]
@@ -263,7 +266,7 @@ class TableWriter:
 
 
 class ParquetPart:
-    """One row group, so far as Arrow has none of more than a million rows."""
+    """A file of one row group. (Arrow begins another one after a million rows.)"""
 
     suffix = "parquet"
 

@@ -1,4 +1,4 @@
-"""The part that fills: finished rows that are not yet written."""
+"""The part that is being filled: finished rows that are not yet written."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class PartFiller:
         return self._row_count
 
     def add(self, ended: Ended) -> Ended | None:
-        """As many of the rows as there is room for, one at least. Returns the others."""
+        """Add as many of the rows as there is room for, at least one. Returns the others."""
         if not self._part:
             self._began = time.monotonic()
         room = max(1, self._job.part_rows - self._row_count)
@@ -44,8 +44,9 @@ class PartFiller:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is full, or old enough to be written. While the columns are not known it may
-        get more rows than a part has: those that set them. :func:`in_parts` divides it."""
+        """Whether it is full, or old enough to be written. As long as the columns are not known it
+        waits for the rows that set them, and may get more rows than a part has. :func:`in_parts`
+        divides it then."""
         if not self._part:
             return False
         if self._bytes >= _PART_BYTES:
@@ -57,7 +58,7 @@ class PartFiller:
 
     @property
     def rows(self) -> Sequence[Ended]:
-        """Those that it has."""
+        """The rows that are in it."""
         return self._part
 
     @property

@@ -1,9 +1,9 @@
 """Makes parts of finished rows: their files, and what the journal is to say of them.
 
 A part is written under a temporary name, synced and renamed; on object storage it appears when it
-is closed. It counts once the journal names it, which is ``output``'s. What is in the files is
-``part_files``', and which columns they have ``output_columns``'. A run on this machine has one
-maker of parts, a run on a cluster one in each actor.
+is closed. It counts once ``output`` has had the journal name it. ``part_files`` makes the content
+of its files, and ``output_columns`` knows their columns. A run on this machine has one maker of
+parts, a run on a cluster one in each actor.
 """
 
 import contextlib
@@ -77,7 +77,8 @@ class PartMaker:
         """Parts go there, each in one request. None: they go to the file system."""
 
     def written_bytes(self, ended: Ended) -> int:
-        """Size in memory of what is written of these rows' input, about."""
+        """About how many bytes of memory those columns of these rows' input have that are
+        written."""
         chunk = ended.chunk
         if not ended.rows or self._job.keep == []:
             return 0
@@ -96,8 +97,9 @@ class PartMaker:
         return BadRow(path, row.row, why, chunk.offset_of(index), chunk.given(index), answer)
 
     def write(self, part: Iterable[Ended], number: str) -> WrittenPart:
-        """Write the files of a part. Rows that do not fit become bad ones. ``number`` is in the
-        files' names. Raises OSError, and InvalidArgumentError if they would be too many."""
+        """Write the files of a part. Rows whose results do not fit become bad ones. ``number`` is
+        in the files' names. Raises OSError, and InvalidArgumentError if the part would have too
+        many files."""
         part = in_order(part)
         total = sum(len(ended.rows) for ended in part)
         self.columns.learn(part)
@@ -181,7 +183,7 @@ class PartMaker:
 
 
 def _blocks(part: Sequence[Ended]) -> Iterator[RowBlock]:
-    """The good rows of a part, sorted by chunk: those of one chunk together, up to a size."""
+    """The good rows of a part in blocks. A block has rows of one chunk, and is bounded."""
     together: list[Ended] = []
     rows = 0
     nbytes = 0

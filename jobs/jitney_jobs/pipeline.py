@@ -36,7 +36,7 @@ _POLL_S = 0.2
 
 
 class _Read(NamedTuple):
-    """What the reader's thread gives at a time."""
+    """What the reader's thread gives each time that it is asked."""
 
     entry: Chunk | FileRows | None
     """None at the end of the input."""
@@ -44,8 +44,8 @@ class _Read(NamedTuple):
 
 
 class _Reader:
-    """A thread that reads chunks, one each time it is asked. It lives as long as the process: if a
-    read hangs, the process can end nevertheless."""
+    """A thread that reads a chunk each time it is asked. It is a daemon: if a read hangs, the
+    process can end nevertheless."""
 
     def __init__(self, chunks: Iterator[Chunk | FileRows]) -> None:
         self._chunks = chunks
@@ -245,7 +245,8 @@ class Pipeline:
                 self._held_results.save_each(self._job.part_seconds, self._part.rows)
 
     def _make_room(self) -> None:
-        """The run cannot go on while so much is in memory: have it written, or wait until it is."""
+        """Nothing can be read or run because the memory is full: have the part written, and wait
+        for that."""
         if self._writing is None and self._part:
             self._begin_writing(self._part.take())
         self._finish_writing()
@@ -253,8 +254,8 @@ class Pipeline:
     def commit_rest(self) -> None:
         """Have the rows of the part written, and wait for that. Raises what went wrong."""
         self._finish_writing()
-        # An earlier part that could not be written may be why the job ends. The next run writes its
-        # rows, which would then come after these.
+        # If an earlier part could not be written, the next run writes its rows: they would come
+        # after these.
         is_out_of_order = self._job.ordered and self._has_lost_part
         if is_out_of_order:
             return
@@ -264,8 +265,8 @@ class Pipeline:
             self._finish_writing()
 
     def _last_part(self) -> list[Ended]:
-        """What is left to write. Of rows that are too few to set the columns, only the bad ones:
-        otherwise when a run is stopped would decide what fits."""
+        """The rows that are left to write. If they are too few to set the columns, only the bad
+        ones: the columns must not depend on when a run is stopped."""
         has_too_few = self._part.waits_for_columns
         part = self._part.take()
         is_whole = self._all_ended and not self.is_cut

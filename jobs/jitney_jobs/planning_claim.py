@@ -1,7 +1,7 @@
-"""Which shard makes the plan of a job, when several begin together: the others need not look at all
-of the input too.
+"""Which shard makes the plan of a job when several begin together. The others wait, and need not
+look at the whole input too.
 
-The claim saves time, nothing else: a plan is created once, whoever makes it. A shard that makes the
+The claim only saves time: even without it one plan alone would be created. The shard that makes the
 plan writes its claim anew every few seconds; a claim that stays as it is belongs to a run that was
 killed.
 """
@@ -22,7 +22,7 @@ _STALE_S = 20.0
 
 
 class PlanningClaim:
-    """Of one shard. While it is entered, a thread keeps it alive."""
+    """The claim of one shard. Within ``with`` a thread writes it anew."""
 
     def __init__(self, files: OutputFiles) -> None:
         self._files = files

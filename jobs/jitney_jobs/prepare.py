@@ -29,8 +29,8 @@ from jitney_jobs.texts import TokenizedText
 
 @dataclass
 class Item:
-    """Rows of a chunk that go through the executor together: one row, or as many rows as a chunk
-    has if an exported model takes them as they are."""
+    """Rows of a chunk that go through the executor together: one row, or for an exported model a
+    block of several."""
 
     rows: Sequence[int]
     """Their indices in the chunk, ascending."""
@@ -72,9 +72,10 @@ Preparer = Callable[[Chunk], Prepared]
 
 
 MADE_BYTES = 4 << 20
-"""A worker gives back what it has made once that is so large, though rows may be left."""
+"""A worker returns what it has prepared once it is so large, although rows of the chunk are
+left."""
 _MADE_S = 2.0
-"""Or once it has worked for so many seconds: what is not given back is lost if the job stops."""
+"""Or after so many seconds: what it has not returned is lost if the job stops."""
 
 
 def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
@@ -193,7 +194,7 @@ class _Making:
         return item
 
     def _check_names(self, row: RowValues) -> None:
-        """Of lines, each of which states its columns."""
+        """Raises InvalidArgumentError if a line has a column that the result has too."""
         keep = self._context.job.keep
         if self._names and self._chunk.format in LINES:
             check_no_common_name(list(row) if keep is None else keep, self._names)
@@ -206,7 +207,8 @@ class _Making:
         return row if keep is None else {name: row.get(name) for name in keep}
 
     def _make_columns(self, schema: pa.Schema) -> None:
-        """Rows that the schema does not hold become bad ones."""
+        """Make columns of what is written of the rows. Rows that do not fit the schema become
+        bad."""
         rows = self._rows
         if self._chunk.format == "text":
             found = of_values(rows, schema)
@@ -223,7 +225,8 @@ class _Making:
 
 
 def _joined(items: list[Item]) -> list[Item]:
-    """Blocks of the rows whose arrays have the same shapes, and the bad rows."""
+    """The same rows in their order: successive rows whose arrays have the same shapes as one block,
+    each bad row alone."""
     joined: list[Item] = []
     rows: list[Item] = []
     for item in items:

@@ -1,10 +1,12 @@
 """The processes that prepare chunks of rows, with ``prepare`` in each.
 
-A chunk that ends its process, or holds it up for longer than ``row_timeout`` says, costs one row:
-the other rows of the chunk are prepared again, one by one. pebble's pool bounds and isolates a task
-in the same way, but knows nothing smaller. A row as a task would be sent alone, which takes longer
-than to prepare it; a chunk as a task would not tell which of its rows was at work. So each process
-here has a clock that says so, in memory that the job's process reads.
+If a process dies, or takes longer for a row than ``row_timeout`` allows, one row is lost: the other
+rows of its chunk are prepared again, one by one.
+
+pebble's pool bounds and isolates tasks too, but not what is inside of one. If each row were a task,
+sending it would take longer than preparing it. If each chunk were one, nobody would know which row
+took so long. So each process here has a clock, in memory that the job's process reads: it says
+which row is being prepared, and since when.
 """
 
 import multiprocessing
@@ -100,8 +102,8 @@ def _prepare_chunk(prepare: Preparer, chunk: Chunk, columns: Sequence[str] | Non
 def _prepare_row_by_row(
     prepare: Preparer, chunk: Chunk, late: RowTimeoutError | None = None
 ) -> Prepared:
-    """For a chunk that raised, or ended its process. A row that does so alone is bad; so is the one
-    that is known to be ``late``."""
+    """For a chunk that raised an error, or whose process died. A row that does so alone is bad, and
+    so is the row that is known to be ``late``."""
     items: list[Item] = []
     columns: list[pa.RecordBatch | None] = []
     seconds = 0.0

@@ -41,8 +41,8 @@ class Preview:
             self._check_fields(there)
 
     def _check_fields(self, there: Sequence[str]) -> None:
-        """What is inside of columns: ``doc.text``. Raises InvalidArgumentError for a name that
-        leads to nothing in each of the first rows."""
+        """Check names of what is inside of columns, such as ``doc.text``. Raises
+        InvalidArgumentError for one that leads to nothing in any of the first rows."""
         for name, setting in needed_columns(self._job).items():
             if name in there:
                 continue

@@ -8,7 +8,7 @@ class RowOrder:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Ended]] = {}
-        """By their item's key."""
+        """Rows that wait for earlier ones, by their item's key."""
         self._next_key = 0
 
     def in_turn(self, key: int, ended: list[Ended]) -> list[Ended]:

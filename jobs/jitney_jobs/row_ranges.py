@@ -14,7 +14,7 @@ class Ranges:
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
         self.intervals: list[Interval] = []
         self.twice: Interval | None = None
-        """The first rows that two of the intervals had."""
+        """The first rows that were in two of the given intervals. None if no row was."""
         for interval in sorted(intervals):
             self._append(interval)
 
@@ -32,18 +32,18 @@ class Ranges:
     def without(self, taken: Iterable[Interval]) -> "Ranges":
         """These rows, but for ``taken``, whose intervals are disjoint."""
         left: list[Interval] = []
-        rest = deque(sorted(taken))
+        holes = deque(sorted(taken))
         for interval in self.intervals:
-            first = interval.first
-            while rest and rest[0] < (interval.file, interval.end, 0):
-                hole = rest[0]
+            first = interval.first  # of the rows of this interval that are not yet looked at
+            while holes and holes[0] < (interval.file, interval.end, 0):
+                hole = holes[0]
                 if hole.file == interval.file and hole.end > first:
                     if hole.first > first:
                         left.append(Interval(interval.file, first, hole.first))
                     first = hole.end
                     if hole.end > interval.end:
-                        break  # it goes on in the next interval
-                rest.popleft()
+                        break  # the next interval may have more of its rows
+                holes.popleft()
             if first < interval.end:
                 left.append(Interval(interval.file, first, interval.end))
         return Ranges(left)
@@ -80,7 +80,7 @@ class ShardRows:
         self.ranges = {each.file: each for each in ranges}
         """By file."""
         self._replaced: set[int] = set()
-        """Files that are no longer as they were when the job was divided."""
+        """Files that have changed since the job was divided."""
 
     @property
     def files(self) -> list[int]:
@@ -97,7 +97,7 @@ class ShardRows:
         return None if found.is_open else found.end
 
     def note_replaced(self, file: int) -> None:
-        """The file is read as it is now."""
+        """A file has changed: it is read from its beginning."""
         self._replaced.add(file)
 
     @property
@@ -112,8 +112,8 @@ class ShardRows:
         return found
 
     def within(self, row_counts: Mapping[int, int]) -> list[Interval] | None:
-        """The rows that there are. ``row_counts``: of the files that were read, as far as they can
-        be. None if it is not known how many rows there are."""
+        """The rows of the shard that the files really have. ``row_counts``: rows of the files that
+        were read, as far as they can be read. None if it is not yet known how many there are."""
         found = []
         for each in self.ranges.values():
             if each.is_open and each.file not in row_counts:
@@ -124,12 +124,12 @@ class ShardRows:
         return found
 
     def total(self, row_counts: Mapping[int, int]) -> int | None:
-        """How many these are."""
+        """How many rows :meth:`within` gives. None if that is not yet known."""
         found = self.within(row_counts)
         return None if found is None else row_count_of(found)
 
     def share_before(self, file: int, row: int) -> float:
-        """The share of these rows that comes before one of them, 0 to 1."""
+        """The share of the shard's rows that comes before a row, 0 to 1."""
         rows_before = 0
         total = 0
         for each in self.ranges.values():

@@ -52,10 +52,12 @@ class _HeldChunk:
 class Budget:
     """How much may be in flight.
 
-    A chunk is read if at most ``most_rows`` rows are between reading and a part with it, and if
-    less than 96 MiB are in memory: chunks as they were read, what was prepared of them, and
-    results, until the part that has them is committed. Chunks that are being prepared count as much
-    as the last ones that were. Until one has been prepared, two are read.
+    One more chunk is read if both bounds allow that:
+
+    - With it at most ``most_rows`` rows are between reading and a part.
+    - Less than 96 MiB are in memory: chunks as they were read, what was prepared of them, and
+      results, until the part that has them is committed. Chunks that are being prepared count with
+      what the last prepared chunk became. Until one has been prepared, only two are read.
     """
 
     def __init__(self, most_rows: int, chunk_rows: int) -> None:
@@ -67,7 +69,7 @@ class Budget:
         """By their first rows."""
         self._bytes = 0
         self._made_bytes: float | None = None
-        """Bytes that are made of a row: the average of the last chunk that was prepared."""
+        """Bytes that preparing makes of a row, on average in the last chunk that was prepared."""
 
     def may_read(self, chunks_preparing: int) -> bool:
         """Whether one more chunk may be read."""
@@ -83,7 +85,7 @@ class Budget:
         return self._bytes + min(coming, chunks_preparing * MADE_BYTES) >= _IN_FLIGHT_BYTES
 
     def add(self, chunk: Chunk) -> None:
-        """It was read."""
+        """A chunk was read."""
         self.rows += len(chunk)
         self._hold(chunk)
 
@@ -95,7 +97,8 @@ class Budget:
         self._bytes += nbytes
 
     def add_prepared(self, prepared: Prepared) -> None:
-        """Rows of a chunk were prepared: it stands for these and those that are left now."""
+        """Rows of a chunk were prepared. From now on they are held as one chunk, and the rows that
+        are left as another one."""
         assert prepared.chunk is not None, "the chunk was put back"
         self._bytes -= self._chunks.pop(prepared.chunk.first).nbytes
         self._hold(prepared.chunk)
@@ -134,9 +137,10 @@ def chunk_rows(job: Job, task: Task, dataset: Dataset) -> int:
 
 
 def worker_count(task: Task, dataset: Dataset) -> int:
-    """Half of the cores, or none if a thread of this process does it in less time. Columns of
-    numbers are only cast. A few texts take less than the start of a process, a CPU second; but
-    pictures and the user's functions may crash, which only a process survives."""
+    """How many processes prepare rows: half as many as there are cores. 0, a thread of this
+    process, where that is faster: columns of numbers are only cast, and a few texts take less time
+    than a process needs to start, a CPU second. Pictures and the user's functions get processes
+    always: they may crash."""
     if isinstance(task, Tensors) and task.takes_columns(dataset.schema):
         return 0
     may_crash = isinstance(task, Map) or dataset.format == "image"
@@ -146,7 +150,8 @@ def worker_count(task: Task, dataset: Dataset) -> int:
 
 
 def workers_of(job: Job, task: Task, dataset: Dataset, sharers: int = 1) -> int:
-    """As the job says, else :func:`worker_count`; ``sharers`` share the cores."""
+    """How many processes prepare rows: as the job says, else as :func:`worker_count`. So many
+    ``sharers`` divide the cores among them."""
     count = job.workers
     if count is None:
         whole = worker_count(task, dataset)

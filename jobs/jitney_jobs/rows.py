@@ -41,17 +41,17 @@ class RowId(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A row that the reader could make nothing of."""
+    """A row that the reader could not read."""
 
     error: str
     raw: bytes
     values: RowValues | None = None
-    """What it has, if that is known, though some of it has not its column's type."""
+    """Its values, if only their types do not fit the columns."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of one file. Picklable, without the rest of a batch that its data is a slice of."""
+    """Some rows of one file. If ``data`` is a slice of a batch, only the slice is pickled."""
 
     file: int
     indices: Sequence[int]
@@ -68,7 +68,7 @@ class Chunk:
     offsets: Sequence[int] = ()
     """Only for lines and CSV: where each row begins, in bytes of the file without compression."""
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
-    """Index in this chunk -> why the row is none."""
+    """Index in this chunk -> why the row could not be read."""
     read_bytes: int = 0
     """Size of the rows as they were read; of files that are rows, the files' sizes."""
     position: float = 0.0
@@ -76,7 +76,6 @@ class Chunk:
     replaced: dict[int, int] = field(default_factory=dict)
     """Index in this chunk -> how many U+FFFD were put in place of what is no text, if any were.
     Of files that are texts it is known once they are prepared."""
-
     results: dict[int, Any] = field(default_factory=dict)
     """Index in this chunk -> what an earlier run has prepared of the row."""
 
@@ -175,7 +174,7 @@ class Chunk:
 
 
 def _between(by_index: Mapping[int, T], first: int, end: int) -> dict[int, T]:
-    """What belongs to the rows [first, end) of a chunk, by their index behind the first."""
+    """The values of the rows [first, end), by the indices that the rows have in that slice."""
     return {index - first: value for index, value in by_index.items() if first <= index < end}
 
 
@@ -196,13 +195,13 @@ def shown_bytes(raw: bytes) -> Any:
 
 
 def column_of(row: Mapping[str, Any], name: str) -> Any:
-    """A value of the row: of the column of that name, or else a field of a column, ``doc.text``; of
-    a list by its index, ``pages.0``. Raises InvalidArgumentError if there is none."""
+    """The value that a name leads to in a row: a column (``text``), a field in one (``doc.text``),
+    or an element of a list (``pages.0``). Raises InvalidArgumentError if there is none."""
     return value_at(row, name)
 
 
 def columns_named(names: Sequence[str]) -> list[str]:
-    """The columns that may be meant by names for :func:`column_of`."""
+    """The columns that names for :func:`column_of` may need: of ``a.b``, both ``a.b`` and ``a``."""
     columns: dict[str, None] = {}
     for name in names:
         steps = name.split(".")

@@ -36,9 +36,9 @@ def run_job(
     retry_bad: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Run a job. Rows that are committed in its journal are skipped; with ``retry_bad`` not those
-    that are bad. Returns whether the job is complete; it is not if a signal ended it. A caller who
-    passes ``models`` closes it. ``say`` gets what the user should know at once.
+    """Run a job. Rows that are committed in its journal are skipped; with ``retry_bad`` bad ones
+    are done again. Returns whether the job is complete: it is not if a signal ended it. A caller
+    who passes ``models`` closes it. ``say`` gets what the user should know at once.
 
     Raises JitneyError for what is wrong with the settings, the input, the model or the output;
     TooManyBadRows; UnavailableError if the input or the output is away now; CancelledError as soon
@@ -91,7 +91,8 @@ def run_job(
 
 
 def _open_input(job: Job, record: Record, plan: Plan | None) -> Dataset:
-    """With the files that the journal has, or else the plan, whatever is there now."""
+    """The input. Its files are those that the journal lists, or else the plan. Without either they
+    are those that are there now."""
     listed = record.listed_files
     if listed is None and plan is not None:
         listed = plan.files
@@ -99,7 +100,7 @@ def _open_input(job: Job, record: Record, plan: Plan | None) -> Dataset:
 
 
 def _as_planned(job: Job, plan: Plan) -> SurveyedJob:
-    """What the survey of all lines said when the job was divided."""
+    """The job with what the survey of all lines found when the job was divided."""
     repeated = frozenset(RowId(*row) for row in plan.repeated)
     return SurveyedJob(plan.with_model(job), repeated)
 
@@ -152,7 +153,7 @@ def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
 
 
 def _set_schema(dataset: Dataset, output: Output, record: Record) -> None:
-    """The one with which the job began, whatever the files have now."""
+    """Give the dataset the schema with which the job began, whatever the files have now."""
     assert record.begin is not None, "the job has begun"
     stated = record.begin.schema
     if stated is None:  # lines that are written as they came, or a journal of an earlier version
@@ -206,7 +207,7 @@ def _make_pipeline(
     say: Callable[[str], None],
     closing: ExitStack,
 ) -> RowPipeline:
-    """On a cluster, or on this machine. Raises as their loading of the model."""
+    """A pipeline on a cluster, or on this machine. Raises what loading the model raises."""
     if job.ray:
         from jitney_jobs.ray_pipeline import RayPipeline  # Ray may be missing
 
@@ -218,7 +219,7 @@ def _make_pipeline(
 
 
 def _show(run: JobRun, observer: Observer, figures: dict[str, float]) -> None:
-    """What is new, and how far the run is."""
+    """Tell the user what the run waits for, and how far it is."""
     news = run.take_news()
     if news is not None:
         observer.say(news)

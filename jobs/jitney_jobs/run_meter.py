@@ -29,7 +29,7 @@ class RunMeter:
         self._first_part = record.next_number
         """The number of this run's first part. The journal knows the run by it."""
         self._samples: deque[tuple[float, int]] = deque()
-        """Seconds of this run and rows that had ended by then, of the last minutes."""
+        """From the last minutes: seconds since the run began, and the rows that had ended then."""
 
     @property
     def bad(self) -> int:
@@ -42,7 +42,7 @@ class RunMeter:
         return self.done_before + self.figures.done
 
     def sample(self) -> None:
-        """Note how far the run is, now and then. Call it often."""
+        """Note how far the run is, at most every ``_SAMPLE_S``. Call it often."""
         seconds = time.monotonic() - self._began
         samples = self._samples
         if samples and seconds - samples[-1][0] < _SAMPLE_S:

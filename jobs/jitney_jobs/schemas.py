@@ -13,9 +13,10 @@ from jitney.errors import InvalidArgumentError
 from jitney_jobs.arrow import pa, pq
 
 _MOST_FIELDS = 1000
-"""An object of JSON with more fields than that is a map rather than a struct. It becomes text."""
+"""An object of JSON with more fields becomes text: its names are rather data than columns."""
 _MOST_DEEP = 64
-"""What has more lists and objects within one another becomes text: Arrow stores no such types."""
+"""A value with more lists and objects within one another becomes text: Arrow stores no such
+types."""
 MOST_EXACT = 1 << 53
 """A double holds every integer up to this number."""
 _UNITS = ("ns", "us", "ms", "s")
@@ -66,7 +67,8 @@ def _are_of_two_zones(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def _decimal_for(kind: pa.DataType, whole: pa.DataType) -> pa.DataType:
-    """One with as many decimals as ``kind``, and all digits of the integers ``whole``."""
+    """A decimal type with the decimal places of ``kind`` and room for all digits of integers of
+    type ``whole``. Text if it would have more than ``_MOST_DIGITS``."""
     digits = max(kind.precision - kind.scale, _DIGITS[whole.bit_width])
     precision = digits + kind.scale
     return pa.string() if precision > _MOST_DIGITS else pa.decimal128(precision, kind.scale)
@@ -83,7 +85,7 @@ def _merged_struct(one: pa.StructType, other: pa.StructType) -> pa.DataType:
 
 
 def _values(kind: pa.DataType) -> pa.DataType:
-    """Of a dictionary, the type of what it stands for."""
+    """Of a dictionary the type of its values; any other type itself."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
@@ -97,8 +99,8 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """The columns of all, in the order in which they come first, with the metadata of the first
-    field that has some, and of the first schema that has some."""
+    """The columns of all schemas, in the order in which they come first. Metadata of the schema and
+    of each column is the first that there is."""
     fields: dict[str, pa.Field] = {}
     metadata = None
     for schema in schemas:
@@ -115,9 +117,9 @@ def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def may_round(own: pa.DataType, of_all: pa.DataType) -> bool:
-    """Whether ``own`` may have values, or has some in it, that ``of_all``, a type for several
-    files, does not hold: integers of 64 bits and long decimals where that is a double, and times
-    where it has a finer unit."""
+    """Whether ``own`` may have values that ``of_all``, a type for several files, does not hold:
+    integers of 64 bits and long decimals become doubles, or times get a finer unit. Types inside of
+    both are compared in the same way."""
     for mine, common in _children(own, of_all):
         if may_round(mine, common):
             return True
@@ -153,7 +155,8 @@ def with_texts(own: pa.DataType, of_all: pa.DataType) -> pa.DataType:
 
 
 def _children(own: pa.DataType, of_all: pa.DataType) -> list[tuple[pa.DataType, pa.DataType]]:
-    """The types in two nested ones that belong together."""
+    """The pairs of types inside of two nested types: of their elements, or of fields of the same
+    name."""
     if is_list(own) and is_list(of_all):
         return [(own.value_type, of_all.value_type)]
     pairs = []
@@ -169,7 +172,7 @@ def _children(own: pa.DataType, of_all: pa.DataType) -> list[tuple[pa.DataType, 
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Without what Arrow cannot take single rows of: views, and runs that stand for many rows."""
+    """The type without views and runs, of which Arrow cannot take single rows."""
     types = pa.types
     if types.is_string_view(kind):
         return pa.string()
@@ -202,7 +205,7 @@ def _with_children(kind: pa.DataType, change: Any) -> pa.DataType:
 
 
 def in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """As Python has times: to the microsecond."""
+    """The type with times in microseconds, the finest that Python has."""
     types = pa.types
     if types.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)
@@ -214,7 +217,8 @@ def in_microseconds(kind: pa.DataType) -> pa.DataType:
 
 
 def known(kind: pa.DataType) -> pa.DataType:
-    """Text where only nulls or empty objects were seen, of which Parquet cannot hold the latter."""
+    """The type with text where only nulls, or only empty objects, were seen. (Parquet cannot hold
+    empty objects.)"""
     if pa.types.is_null(kind):
         return pa.string()
     if pa.types.is_struct(kind) and kind.num_fields == 0:

@@ -1,4 +1,5 @@
-"""Whether a run may begin: a job as a whole beside its shards, a shard of a job that is merged."""
+"""Whether a run may begin: a job as a whole and its shards exclude each other, and a shard has
+nothing to do once all are merged."""
 
 from jitney.errors import InvalidArgumentError
 
@@ -45,7 +46,8 @@ def unmerged_text(output: str, plan: Plan) -> str:
 
 
 def merged_text(job: Job, retry_bad: bool) -> str:
-    """Raises InvalidArgumentError if there was something to do."""
+    """What a shard says if the job is merged. Raises InvalidArgumentError if it was to retry bad
+    rows."""
     if retry_bad:
         raise InvalidArgumentError(
             f"the shards of {without_keys(job.output)} are merged: retry without the setting shard"

@@ -73,7 +73,7 @@ class ShardJournals:
         return ShardJournal(shard, record, next_object)
 
     def lines(self, journal: ShardJournal) -> Iterator[bytes]:
-        """Those that were whole when it was read."""
+        """The journal's lines that were whole when it was read."""
         if self._objects is None:
             with self._path(journal.shard).open("rb") as lines:
                 yield from (line for line in lines if line.endswith(b"\n"))
@@ -86,8 +86,9 @@ class ShardJournals:
             yield from data.splitlines(keepends=True)
 
     def seal(self, journal: ShardJournal) -> bool:
-        """See to it that no run of the shard can commit from now on. Returns False if one has,
-        since the journal was read. In local journals the lock does it."""
+        """Put a last entry into the journal: no run of the shard can commit from now on. Returns
+        False if a run has committed since the journal was read. A local journal needs no such
+        entry: it has a lock."""
         if self._objects is None or journal.record.is_sealed:
             return True
         from jitney_jobs.journal_objects import folder_of

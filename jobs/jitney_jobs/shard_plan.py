@@ -24,7 +24,7 @@ VERSION = 1
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Of all shards of a job."""
+    """How a job is divided, and what all its shards have in common."""
 
     version: int
     id: str
@@ -132,10 +132,10 @@ def plan_of(output: str) -> Plan | None:
 
 
 def create_plan(files: OutputFiles, plan: Plan) -> Created:
-    """The plan, unless another run has created one. Raises as :func:`read_plan`, and
+    """Create the plan, unless another run has created one. Raises as :func:`read_plan`, and
     InvalidArgumentError for a storage on which two runs would both create one."""
     data = encode(plan)
-    # A storage that creates the file twice would also create one for each of two runs.
+    # A storage that lets this run create the file twice would let two runs do so, too.
     if files.create(_NAME, data) and files.create(_NAME, data):
         files.delete(_NAME)
         raise InvalidArgumentError(

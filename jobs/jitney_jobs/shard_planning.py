@@ -39,7 +39,7 @@ class CountedFile(msgspec.Struct, frozen=True):
     rows: int
     starts: list[ReadStart] = []
     is_open: bool = False
-    """Whether it cannot be read any further, so that it may have more rows."""
+    """Whether it could not be read to its end. Then it may have more rows."""
 
 
 def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
@@ -57,7 +57,7 @@ def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
 
 
 def _make_or_wait(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
-    """The plan that this shard makes, or another one."""
+    """The plan, made by this shard or, while this one waits, by another."""
     claim = PlanningClaim(files)
     has_said = False
     while True:
@@ -84,7 +84,7 @@ def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str
             there = read_plan(files)
         if there is None:
             raise
-        return there  # it came meanwhile, and with it parts
+        return there  # another shard made one, and its parts may be why this one failed
     with write_errors(job):
         created = create_plan(files, made)
     if created.is_ours:
@@ -129,7 +129,7 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
 
 
 class _NoJournal:
-    """Of an output that is only asked what its columns will be."""
+    """The journal of an output that is only asked what its columns will be."""
 
     def __init__(self) -> None:
         self.record = Record.empty()
@@ -150,7 +150,7 @@ def _counted(dataset: Dataset, index: int) -> CountedFile:
 
 
 def _result_schema(job: Job, dataset: Dataset, output: Output) -> bytes | None:
-    """Of a job with ``map``: the same columns as in a job without shards."""
+    """The output's schema of a job with ``map``: with the same columns as without shards."""
     with ExitStack() as closing:
         models = Models()
         closing.callback(models.close)
@@ -160,13 +160,15 @@ def _result_schema(job: Job, dataset: Dataset, output: Output) -> bytes | None:
 
 
 def divided(counted: list[CountedFile], shard_count: int) -> list[list[RowRange]]:
-    """The rows of each shard: as many as of any other, or one less or more, in the order of the
-    input. The rest of a file that could not be read to its end belongs to the shard that has the
-    last row of it. A file of which no row could be read belongs to the shard that comes then."""
+    """The rows of each shard, in the order of the input. The numbers of rows differ by one at most.
+
+    What may follow in a file that could not be read to its end belongs to the shard with the last
+    row that could. If none could, it belongs to the shard whose turn it is then.
+    """
     total = sum(each.rows for each in counted)
     ends = [total * (index + 1) // shard_count for index in range(shard_count)]
     shards: list[list[RowRange]] = [[] for _ in range(shard_count)]
-    index = 0
+    index = 0  # of the shard that gets the next row
     rows_before = 0  # of the files before this one
     for file, of_file in enumerate(counted):
         first = 0
@@ -186,6 +188,6 @@ def divided(counted: list[CountedFile], shard_count: int) -> list[list[RowRange]
 
 
 def _last_start(starts: list[ReadStart], row: int) -> ReadStart | None:
-    """The last one that is not behind a row."""
+    """The last start that is at a row, or before it. None: the beginning of the file."""
     before = [start for start in starts if start.row <= row]
     return before[-1] if before else None

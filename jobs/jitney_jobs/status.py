@@ -17,11 +17,11 @@ _LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
 
 
 def state_of(record: Record, job: Job, figures: dict[str, float]) -> State:
-    """Where a job stands in one of its runs, or did at its end. ``figures`` are those of the run.
+    """Where a job stands in one of its runs, or stood at its end. ``figures`` are those of the run.
 
-    Their figure ``run`` names the run, and every part names its own in the same way. Parts that
-    name another run are those of earlier runs. A run that has committed nothing may lack the
-    figure: then all parts are of earlier runs.
+    The figure ``run`` tells which run it is. Each part has the figure of its own run, so parts with
+    another one are of earlier runs. A run that has committed nothing may lack the figure: then all
+    parts are of earlier runs.
     """
     this_run = figures.get("run")
     parts_before = [part for part in record.parts if part.figures["run"] != this_run]
@@ -118,13 +118,13 @@ def _lines_of_values(figures: JobFigures, job: Job) -> list[str]:
 
 
 def exit_status(record: Record, job: Job) -> ExitStatus:
-    """Of a job that has done all that it was to do."""
+    """The exit status of a job that has done all that it was to do."""
     return final_status(record.failed, len(record.bad_files), record.is_late(job))
 
 
 def note_of(record: Record, began: float) -> str | None:
-    """What to say of a job that is complete: what is bad, and whether it was complete before it was
-    begun this time. None if there is nothing to say. ``began``: seconds since 1970."""
+    """What to say of a complete job: what is bad, and whether it was complete before this run.
+    None if there is nothing to say. ``began``: when this run began, in seconds since 1970."""
     notes = []
     if record.end is not None and record.end.at < began:
         notes.append("it was complete before, and nothing was done")

@@ -6,8 +6,9 @@ from typing import Any
 
 
 class StopSignals:
-    """While it is entered, SIGINT and SIGTERM only set ``is_stopped``. A second signal of the same
-    kind does what it did before. Threads other than the main one get no signals."""
+    """Within ``with`` the first SIGINT and the first SIGTERM only set ``is_stopped``. A second
+    signal of the same kind has its usual effect. In a thread other than the main one this does
+    nothing: such a thread gets no signals."""
 
     def __init__(self) -> None:
         self.is_stopped = False

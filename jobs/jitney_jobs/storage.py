@@ -25,7 +25,7 @@ _OS_ERRORS_OF_A_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
 _SERVICES = re.compile(
     r"AWS|S3|google|GCS|Azure|HDFS|HTTP|curl|[Cc]onnect|[Nn]etwork|[Tt]imed? ?out"
 )
-"""What Arrow's error of a storage that is no local one has in its text."""
+"""What Arrow's errors have in their text if a storage on the network fails."""
 
 
 def file_system(path: str) -> tuple[pafs.FileSystem, str]:
@@ -132,8 +132,8 @@ def read_error(path: str, error: Exception) -> JitneyError:
 
 
 def _is_of_storage(error: OSError) -> bool:
-    """For damaged bytes Arrow raises an OSError too, but without a number of the system, and
-    without the name of a storage's service."""
+    """Whether the storage has failed, and not the file. For damaged bytes Arrow raises an OSError
+    too: one without ``errno`` and without the name of a service."""
     if isinstance(error, _OS_ERRORS_OF_A_FILE):
         return False
     return error.errno is not None or _SERVICES.search(str(error)) is not None

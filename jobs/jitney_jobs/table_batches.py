@@ -28,8 +28,9 @@ def parquet_schema(raw: BinaryIO) -> pa.Schema:
 
 
 def holds_all(raw: BinaryIO, format: InputFormat, name: str, kind: pa.DataType) -> bool:
-    """Whether a type holds each value of a column of Parquet or Arrow, without loss. Parquet's
-    ranges tell that if all of them are stated; otherwise the column is read."""
+    """Whether a type holds each value of a column of a Parquet or Arrow file without loss. If each
+    row group of Parquet states its smallest and largest value, these tell it. Otherwise the column
+    is read."""
     if format == "parquet":
         parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=BUFFER_BYTES)
         own = parquet.schema_arrow.field(name).type
@@ -45,16 +46,19 @@ def holds_all(raw: BinaryIO, format: InputFormat, name: str, kind: pa.DataType) 
 
 
 def _largest_stated(metadata: pq.FileMetaData, name: str) -> int | None:
-    """The largest amount of a column of integers. None if a row group does not state its range."""
+    """The largest absolute value in a column of integers. None if a row group does not state its
+    smallest and largest value."""
     largest = 0
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         columns = [row_group.column(number) for number in range(row_group.num_columns)]
         own = [column for column in columns if column.path_in_schema == name]
-        if len(own) != 1 or own[0].statistics is None or not own[0].statistics.has_min_max:
+        if len(own) != 1:
             return None
-        ranges = own[0].statistics
-        largest = max(largest, abs(ranges.max), abs(ranges.min))
+        stated = own[0].statistics
+        if stated is None or not stated.has_min_max:
+            return None
+        largest = max(largest, abs(stated.max), abs(stated.min))
     return largest
 
 
@@ -66,8 +70,8 @@ def parquet_batches(
     size: int,
     columns: Sequence[str] | None,
 ) -> Iterator[Batch]:
-    """A row group whose rows are all committed is not read. It is one batch, whatever ``size``.
-    Only these ``columns`` are read."""
+    """The rows of a Parquet file; only these ``columns`` are read. A row group whose rows are all
+    committed is not read: it is one batch without data, whatever ``size`` says."""
     # Page by page: otherwise the whole of a row group would be held.
     parquet = pq.ParquetFile(
         raw, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
@@ -104,8 +108,9 @@ def _without_columns(first: int, end: int, total: int, size: int) -> Iterator[Ba
 
 
 def _bytes_of_group(parquet: pq.ParquetFile, group: int, columns: Sequence[str]) -> int:
-    """Size of a row group's columns in memory. Parquet states how large they are as they are
-    encoded: a text that many rows have counts once there. So a few rows are read."""
+    """About how many bytes a row group's columns take in memory. Parquet states their encoded size,
+    in which a text that many rows have counts once. So a few rows are read if there are such
+    texts."""
     metadata = parquet.metadata.row_group(group)
     stated = 0
     is_dictionary_of_texts = False
@@ -162,7 +167,7 @@ def arrow_batches(
 
 
 def _record_batches(reader: Any, first: int) -> Iterator[pa.RecordBatch]:
-    """``first``: the number of the first one. A stream begins with its first."""
+    """The record batches, from the one with the number ``first`` on. A stream gives all."""
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         for number in range(first, reader.num_record_batches):
             yield reader.get_batch(number)

@@ -62,7 +62,7 @@ class _TextFile:
 
     @property
     def delimiter(self) -> str:
-        """Of CSV."""
+        """What divides the fields of CSV."""
         return self._form.delimiter or delimiter_of(self._path, self._head)
 
     def _lines(self) -> Any:
@@ -70,7 +70,7 @@ class _TextFile:
         return CrLines(self.text) if self._has_cr_lines else self.text
 
     def records(self) -> Iterator[CsvRecord]:
-        """Of CSV, with the header."""
+        """The header of CSV and its records."""
         lines = self._lines()
         offset = 0
         if delimiter_stated(self._head) is not None:
@@ -80,7 +80,7 @@ class _TextFile:
     def records_from(
         self, start: ReadStart, header: list[str], delimiter: str
     ) -> Iterator[CsvRecord]:
-        """Those under the header, from one of them on."""
+        """The records of CSV under the header, from ``start`` on."""
         self._source.seek(start.position)
         return csv_records(
             self._lines(), delimiter, self._form.encoding, header=header, offset=start.position
@@ -91,17 +91,18 @@ class _TextFile:
         return lines_or_values(self._lines(), self._path)
 
     def lines_from(self, start: ReadStart) -> Iterator[Located]:
-        """Lines, from one of them on."""
+        """Lines, from ``start`` on."""
         self._source.seek(start.position)
         return lines_from(self._lines(), start.position)
 
     @property
     def can_start_anywhere(self) -> bool:
-        """Whether offsets of lines are offsets in the file, and one can be gone to."""
+        """Whether a reader can seek to the offset of a line: the file is read as it is stored."""
         return self._is_as_stored and bool(self._source.seekable())
 
     def share_read(self, file: InputFile, offset: int) -> float:
-        """Of the file: by the offset, or if it is decoded, by what that has read."""
+        """How much of the file has been read at an ``offset`` of its text, 0 to 1. If it is decoded
+        or unpacked, how much that has read of it."""
         read = offset if self._is_as_stored else self._source.tell()
         return min(1.0, read / max(1, file.size))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.job import make_job, read_job
+from jitney_jobs.job_making import make_job, read_job
 from jitney_jobs.outcome import ExitStatus, is_worth_another_try
 from jitney_jobs.whole_files import write_whole
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _FILES = ("template", "labels", "tokenizer", "ca_file", "api_key_file")
-"""Settings that name a local file, if one of that name is there."""
+"""Settings that may name a local file: they do if one of that name is there."""
 
 
 class JobState(StrEnum):
@@ -128,7 +128,7 @@ def worker(
 
 @dataclass(frozen=True)
 class _Claim:
-    """A job in ``running`` that this worker has."""
+    """A job in ``running`` that is this worker's."""
 
     path: Path
     lock: int
@@ -217,8 +217,8 @@ class _Queue:
         return max(0.0, min(_POLL_S, first_at - time.monotonic()))
 
     def _try(self, attempt: _Attempt) -> None:
-        """Run a job, and move its file to where it belongs then. A job whose error may pass is kept
-        for its next try instead."""
+        """Run a job, and move its file to where it belongs after that. A job whose error may pass
+        is kept for its next try instead."""
         if not attempt.claim.is_held():  # it was cancelled while it waited
             attempt.claim.release()
             return
@@ -235,8 +235,8 @@ class _Queue:
             raise typer.Exit(ExitStatus.STOPPED)
 
     def _run_once(self, attempt: _Attempt) -> _Ended | None:
-        """None: it is to be tried again. If the job was cancelled meanwhile, the answer does not
-        count (:meth:`_put_away`)."""
+        """What has become of the job. None: it is to be tried again. If the job was cancelled
+        meanwhile, the answer is not used (:meth:`_put_away`)."""
         from jitney_jobs.rows import reason
 
         claim = attempt.claim

@@ -1,4 +1,5 @@
-"""Types as users write them, as Arrow prints them: ``list<item: struct<a: int64>>``."""
+"""The setting ``schema``: types of columns as users write them, in the words in which Arrow prints
+them: ``list<item: struct<a: int64>>``."""
 
 import re
 
@@ -11,7 +12,8 @@ _TOKEN = re.compile(r"[A-Za-z_][\w.]*|\"[^\"]*\"|\d+|[^\s]")
 
 
 def written_schema(text: str) -> pa.Schema:
-    """Of a setting: an object of JSON, name -> type. Raises InvalidArgumentError."""
+    """The columns that the setting names with their types: an object of JSON, name -> type. Raises
+    InvalidArgumentError."""
     try:
         given = msgspec.json.decode(text, type=dict[str, str])
     except msgspec.DecodeError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.outcome import ExitStatus
 from jitney_jobs.shards import Shard
 from jitney_jobs.times import seconds_of

@@ -14,7 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from jitney_jobs.job import Job, make_job
+from jitney_jobs.job import Job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.journal import JobJournal, OutputPart
 from jitney_jobs.run import run_job
 from jitney_jobs.worker import cancel

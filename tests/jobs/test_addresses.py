@@ -3,7 +3,8 @@
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_jobs.addresses import name_of_output, text_without_keys, without_keys
-from jitney_jobs.job import job_without_keys, make_job
+from jitney_jobs.job import job_without_keys
+from jitney_jobs.job_making import make_job
 from jitney_jobs.rows import reason
 from jitney_jobs.storage import file_system
 

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.fingerprints import fingerprints_of, print_differences
-from jitney_jobs.job import make_job
 from jitney_jobs.job_differences import differences
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.run import run_job
 from jitney_jobs.status import status_of

@@ -13,7 +13,7 @@ from jitney.errors import InvalidArgumentError
 from jitney.messages import Logprob
 from jitney_gateway.chat_answer import chat_logprob
 from jitney_jobs.generate import GenerateOnServer, prompt_lengths
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.logprobs import COLUMN_TYPE, Positions
 
 from tests.jobs.job_rows import bad, read, run, write_lines

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_jobs.job import Job, make_job, read_job
+from jitney_jobs.job import Job
+from jitney_jobs.job_making import make_job, read_job
 from jitney_jobs.storage import open_inputs
 from jitney_jobs.worker import submit
 

@@ -12,7 +12,7 @@ from jitney import cli
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors, worker
 from jitney_jobs import run as jobs_run
-from jitney_jobs.job import make_job, read_job
+from jitney_jobs.job_making import make_job, read_job
 from typer.testing import CliRunner
 
 from tests.jobs.job_rows import ids, job_of, read, write_lines

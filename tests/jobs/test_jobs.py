@@ -15,8 +15,8 @@ from jitney.progress import Progress, State
 from jitney_jobs import executors, outcome
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer
-from jitney_jobs.job import make_job
 from jitney_jobs.job_differences import differences
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.outcome import error_limit
 from jitney_jobs.prepare_workers import Workers

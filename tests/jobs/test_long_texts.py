@@ -12,7 +12,7 @@ import pytest
 from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney_jobs.chunk_executor import ChunkExecutor
 from jitney_jobs.executors import Outcome
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.status import status_of
 from jitney_jobs.texts import TextResult, TokenizedText, merged_output

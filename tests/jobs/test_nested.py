@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_jobs.generate import GenerateOnServer
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.nested import source_column, value_at
 
 ROW: dict[str, Any] = {

@@ -14,7 +14,7 @@ from jitney_jobs import executors, file_batches, part_filler, row_runner
 from jitney_jobs.command import resume, status
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.report import write_report
 

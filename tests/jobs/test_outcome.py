@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from jitney import cli
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.journal import Record
 from jitney_jobs.outcome import ExitStatus, error_limit

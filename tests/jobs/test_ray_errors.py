@@ -1,7 +1,9 @@
 """What a user reads of Ray's errors: a line of ours, and nothing of Ray's processes."""
 
 import logging
-from contextlib import ExitStack
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,8 @@ pytest.importorskip("ray")
 from jitney_jobs import ray_cluster
 from jitney_jobs.ray_errors import failure_of
 from jitney_jobs.ray_library import ray
+
+from tests.http_server import Quiet, listening
 
 TRACE = "Traceback (most recent call last):\n  File ..."
 
@@ -66,3 +70,38 @@ def test_no_cluster_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster.Cluster("auto", closing)
     expected = "no Ray cluster runs on this machine (--ray auto), and RAY_ADDRESS names none"
     assert str(caught.value) == expected
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of a server that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextmanager
+def closed() -> Iterator[str]:
+    """An address where nothing listens."""
+    with silent() as address:
+        pass
+    yield address
+
+
+@pytest.mark.parametrize(
+    ("server", "text"),
+    [
+        (lambda: listening(Quiet), "what answers there is no Ray"),
+        (silent, "timed out"),
+        (closed, "Connection refused"),
+    ],
+    ids=["http", "silent", "closed"],
+)
+def test_an_address_where_no_ray_answers(
+    server: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would try for minutes."""
+    monkeypatch.setattr(ray_cluster, "CONNECT_S", 0.5)
+    with server() as address, ExitStack() as closing, pytest.raises(UnavailableError) as caught:
+        ray_cluster.Cluster(address, closing)
+    assert str(caught.value).startswith(f"Ray is not at {address}: ")
+    assert text in str(caught.value)

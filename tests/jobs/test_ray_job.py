@@ -266,11 +266,6 @@ def test_a_model_that_is_not_there(cluster: Cluster, inputs: Path, tmp_path: Pat
         run_job(job)
 
 
-def test_no_cluster(inputs: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=r"Ray is not at 127\.0\.0\.1:1"):
-        run_job(job_of(inputs, tmp_path / "out", ray="127.0.0.1:1"))
-
-
 def test_an_actor_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """After a part of its block is committed: the rows of this part are not run again, so that no
     bad row counts twice."""

@@ -10,7 +10,7 @@ import pytest
 from jitney import cli
 from jitney.errors import InvalidArgumentError
 from jitney.progress import Deadline
-from jitney_jobs.job import make_job, read_job
+from jitney_jobs.job_making import make_job, read_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.status import status_of
 from jitney_jobs.times import due_at

@@ -12,6 +12,7 @@ from jitney_jobs import shard_planning
 from jitney_jobs.journal import JobJournal
 from jitney_jobs.merging import merge_shards
 from jitney_jobs.outcome import ExitStatus, ShardsMissingError
+from jitney_jobs.planning_claim import PlanningClaim
 from jitney_jobs.shard_plan import plan_of
 
 from tests.jobs.bucket import Bucket
@@ -118,13 +119,14 @@ def test_runs_that_exclude_each_other(tmp_path: Path, place: Place) -> None:
 def test_shards_that_plan_at_the_same_time_agree(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Another one has made its plan, and has written its first part, before this one looks at the
-    output, or while it counts."""
+    """Another one took this one for dead. It has made its plan, and has written its first part,
+    before this one looks at the output, or while it counts."""
     source = lines(tmp_path, 20, 60)
     real = getattr(shard_planning, step)
     others = iter([2])
 
     def overtaken(*arguments: Any) -> Any:
+        monkeypatch.setattr(PlanningClaim, "take", lambda claim: True)
         for index in others:
             run_shards(source, place.name, index)
         return real(*arguments)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
 from jitney_jobs import row_runner
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.onnx_executor import BatchSizes, OnnxExecutor
 from jitney_jobs.tensors import Tensors

@@ -13,7 +13,7 @@ attention is called with. :class:`LatentAttention` attends over them in one of t
 With an index (``token_index``) each query sees chosen tokens only.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -153,19 +153,34 @@ class LatentAttention:
         write(call.key, cache.keys, meta, cache.key_scale)
         tokens, heads, _ = call.query.shape
         out = call.query.new_empty((tokens, heads, latents.value_size))
-        single = []
-        for r, row in enumerate(rows_of(meta)):
-            if call.token_index is None and row.num_tokens == 1 and not self._batch_invariant:
-                single.append(row)
-                continue
+        plan = self._plan(call, cache, meta)
+        for r, row in plan.several:
             chosen = None
             if call.token_index is not None:
                 chosen = _choose(call, call.token_index, r, row, cache, meta)
             out[row.tokens] = self._attend_row(call, latents, row, cache, meta, chosen)
-        for group in _groups(single, cache):
-            indices = torch.tensor([row.tokens.start for row in group], device=out.device)
-            out[indices] = _attend_group(call, latents, group, indices, cache)
+        for group in plan.groups:
+            out[group.indices] = _attend_group(call, latents, group, cache)
         return out
+
+    def _plan(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> "_Plan":
+        """What is the same for all layers of a kind in a step: made for the first of them."""
+        has_index = call.token_index is not None
+        key = (LatentAttention, self._batch_invariant, has_index, call.window, cache.keys.shape)
+        plan = meta.plans.get(key)
+        if plan is None:
+            several = []
+            single = []
+            for r, row in enumerate(rows_of(meta)):
+                if row.num_tokens > 1 or has_index or self._batch_invariant:
+                    several.append((r, row))
+                else:
+                    single.append(row)
+            groups = [_Group.of(rows, call.window, meta) for rows in _groups(single, cache)]
+            plan = _Plan(several, groups)
+            meta.plans[key] = plan
+        assert isinstance(plan, _Plan)
+        return plan
 
     def _attend_row(
         self,
@@ -197,6 +212,45 @@ class LatentAttention:
             of_one = None if chosen is None else chosen[one]
             results.append(_absorbed(query[one], seen, call, latents, of_one))
         return torch.cat(results)
+
+
+class _Group(NamedTuple):
+    """Rows of one token each that are computed at once."""
+
+    rows: list[StepRow]
+    indices: Tensor
+    """int64 [rows]: their tokens in the step."""
+    table: Tensor
+    """int64 [rows, blocks]: those of each row's context, filled up with 0."""
+    unseen: Tensor
+    """bool [rows, 1, tokens of the blocks]: what is not in a row's context, or behind its
+    window."""
+
+    @classmethod
+    def of(cls, rows: list[StepRow], window: int | None, meta: AttentionMetadata) -> "_Group":
+        """The group of these rows."""
+        device = meta.block_table.device
+        longest = max(len(row.blocks) for row in rows)
+        tables = [functional.pad(row.blocks, (0, longest - len(row.blocks))) for row in rows]
+        context = torch.tensor([[row.context] for row in rows], device=device)
+        positions = torch.arange(longest * meta.block_size, device=device)
+        unseen = positions >= context
+        if window is not None:
+            unseen |= positions < context - window
+        return cls(
+            rows=rows,
+            indices=torch.tensor([row.tokens.start for row in rows], device=device),
+            table=torch.stack(tables),
+            unseen=unseen[:, None],
+        )
+
+
+class _Plan(NamedTuple):
+    """How the rows of a step are computed."""
+
+    several: list[tuple[int, StepRow]]
+    """Rows that are computed by themselves, each with its number in the step."""
+    groups: list[_Group]
 
 
 def _choose(
@@ -303,32 +357,20 @@ def _groups(rows: list[StepRow], cache: LayerCache) -> list[list[StepRow]]:
 
 
 def _attend_group(
-    call: AttentionCall,
-    latents: Latents,
-    group: list[StepRow],
-    indices: Tensor,
-    cache: LayerCache,
+    call: AttentionCall, latents: Latents, group: _Group, cache: LayerCache
 ) -> Tensor:
-    """The absorbed form for rows of one token each, whose ``indices`` in the step are given:
-    [rows, heads, value size]."""
-    if len(group) == 1 or call.softcap is not None or call.sinks is not None:
+    """The absorbed form for rows of one token each: [rows, heads, value size]."""
+    if len(group.rows) == 1 or call.softcap is not None or call.sinks is not None:
         results = [
-            _absorbed(call.query[row.tokens], _context(cache, row), call, latents) for row in group
+            _absorbed(call.query[row.tokens], _context(cache, row), call, latents)
+            for row in group.rows
         ]
         return torch.cat(results)
-    longest = max(len(row.blocks) for row in group)
-    tables = [functional.pad(row.blocks, (0, longest - len(row.blocks))) for row in group]
-    table = torch.stack(tables)
-    context = torch.tensor([row.context for row in group], device=indices.device)
     # [rows, blocks, 1, tokens, …] -> [rows, tokens of all blocks, …]
-    kept = dequantized(cache.keys[table][:, :, 0], cache.key_scale).flatten(1, 2)
+    kept = dequantized(cache.keys[group.table][:, :, 0], cache.key_scale).flatten(1, 2)
     width = latents.rank + latents.rotary_size
-    query = _absorb(call.query[indices], latents)
+    query = _absorb(call.query[group.indices], latents)
     scores = torch.bmm(query, kept[..., :width].transpose(1, 2)) * call.scale
-    positions = torch.arange(kept.shape[1], device=indices.device)
-    unseen = positions >= context[:, None]
-    if call.window is not None:
-        unseen |= positions < context[:, None] - call.window
-    scores = scores.masked_fill(unseen[:, None], float("-inf"))
+    scores = scores.masked_fill(group.unseen, float("-inf"))
     mixed = torch.bmm(torch.softmax(scores, dim=-1), kept[..., : latents.rank])
     return _values_of(mixed, latents, call.query.dtype)
