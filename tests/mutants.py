@@ -14,6 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "backend/jitney/jitney"
 MOST_SECONDS = 90
+# What a run does not do takes longer than most tests that notice a fault: to import plugins that
+# are installed, to write assertions anew, and to remove the folders of earlier runs.
+OPTIONS = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "--assert=plain"]
+# With the second one tests/conftest.py does not import torch.
+VARIABLES = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1"}
 # The copy comes before the installed package, which an editable installation finds by itself. Some
 # faults make a test wait for what never comes: after a minute that is a failure, too. A thread
 # that goes on waiting must not keep the process.
@@ -75,7 +80,7 @@ class Forks:
         self._process = subprocess.Popen(
             [sys.executable, "-c", FORKING, *imports],
             cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
+            env={**os.environ, **VARIABLES},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -124,7 +129,7 @@ def assert_noticed(
     path.write_text(make_fault(path.read_text(encoding="utf-8"), file, changes), encoding="utf-8")
     total = 0.0
     for files in runs:
-        options = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        options = [*OPTIONS, f"--basetemp={folder}/pytest"]
         options += [f"tests/{name}" for name in files]
         if forks is None:
             status, output, seconds = _run(folder, options)
@@ -149,7 +154,7 @@ def _run(folder: Path, options: list[str]) -> tuple[int, str, float]:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), *options],
             cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},  # or tests/conftest.py imports torch
+            env={**os.environ, **VARIABLES},
             stdout=out,
             stderr=out,
             start_new_session=True,
