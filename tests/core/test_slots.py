@@ -81,6 +81,19 @@ def test_a_slot_is_not_released_twice() -> None:
         slots.release(slot)
 
 
+def test_a_released_slot_is_named_once_unless_it_is_held_again() -> None:
+    slots = Slots(3)
+    assert sorted(slots.take_released()) == [0, 1, 2]  # an earlier scheduler may have left any
+    first = slots.take()
+    second = slots.take()
+    slots.release(first)
+    slots.release(second)
+    assert slots.take() == second
+    slots.check_integrity([second])
+    assert slots.take_released() == [first]
+    assert slots.take_released() == []
+
+
 # ---------------------------------------------------------------------- in steps
 
 

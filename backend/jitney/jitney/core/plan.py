@@ -188,6 +188,7 @@ class Planner:
             batch = plan.step.batch
             batch.copies = self._kv.pending_copies()
             batch.slot_copies = self._live.slots.pending_copies()
+            batch.released_slots = self._live.slots.take_released()
 
     # ------------------------------------------------------------------ what can be planned ahead
 
