@@ -152,6 +152,8 @@ class FakeRunner:
         sources = [self.memory[source * size : (source + 1) * size] for source, _ in batch.copies]
         for (_, destination), slots in zip(batch.copies, sources, strict=True):
             self.memory[destination * size : (destination + 1) * size] = slots
+        for slot in batch.released_slots:
+            self.slots[slot] = []
         states = [self.slots[source].copy() for source, _ in batch.slot_copies]
         for (_, destination), state in zip(batch.slot_copies, states, strict=True):
             self.slots[destination] = state
@@ -209,7 +211,7 @@ class FakeRunner:
             )
             for row in batch.rows
         ]
-        taken = Batch(rows, batch.copies.copy(), batch.slot_copies.copy())
+        taken = Batch(rows, batch.copies.copy(), batch.slot_copies.copy(), batch.released_slots)
         for other in self.in_flight:
             self._check_apart(other.batch, taken)
         before = self.in_flight[-1] if self.in_flight else None
@@ -277,6 +279,8 @@ class FakeRunner:
                 if one != other:
                     shared = (writes & (their_writes | their_reads)) | (reads & their_writes)
                     self._check(not shared, f"steps in flight share the blocks {sorted(shared)}")
+        used = {row.slot for row in first.rows} & set(second.released_slots)
+        self._check(not used, "a slot is released that a step in flight uses")
         for row in second.rows:
             for other in first.rows:
                 same = (row.key, row.index) == (other.key, other.index)

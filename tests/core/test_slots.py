@@ -7,7 +7,8 @@ import pytest
 from jitney.batch import Batch
 from jitney.core.slots import Slots
 from jitney.errors import InternalError
-from jitney.messages import Failed, Finish
+from jitney.messages import Emitted, Failed, Finish, Submit
+from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play, check_streams
 from tests.core.test_overlap_faults import Once
@@ -79,6 +80,19 @@ def test_a_slot_is_not_released_twice() -> None:
     slots.release(slot)
     with pytest.raises(AssertionError, match="nobody held"):
         slots.release(slot)
+
+
+def test_a_released_slot_is_named_once_unless_it_is_held_again() -> None:
+    slots = Slots(3)
+    assert sorted(slots.take_released()) == [0, 1, 2]  # an earlier scheduler may have left any
+    first = slots.take()
+    second = slots.take()
+    slots.release(first)
+    slots.release(second)
+    assert slots.take() == second
+    slots.check_integrity([second])
+    assert slots.take_released() == [first]
+    assert slots.take_released() == []
 
 
 # ---------------------------------------------------------------------- in steps
@@ -270,3 +284,30 @@ def test_a_stop_that_the_front_found_frees_the_slot(chunking: str) -> None:
     after = play.submit([3], max_tokens=2)
     play.drain()
     check_streams(play, after)
+
+
+def test_a_recomputation_by_single_tokens_holds_no_decode_back() -> None:
+    """It takes one token of a step, and not the share that is kept for chunks."""
+    play = with_slots(chunking="whole", num_slots=16, max_num_batched_tokens=16, num_blocks=200)
+    play.engine.send(
+        Submit(
+            key=99,
+            prompt=[1, 2],
+            params=SamplingParams(seed=0, max_tokens=40, ignore_eos=True),
+            arrival=0.0,
+            emitted=[Emitted(ids=[3] * 30)],
+            first_token=0.0,
+        )
+    )
+    for key in range(15):
+        play.submit([key], max_tokens=30)
+    play.engine.step()
+    while len(play.scheduler.live.running) < 16:
+        play.engine.step()
+    (resumed,) = play.scheduler.live.requests[99].sequences
+    play.engine.step()
+    assert resumed.num_planned < resumed.decodes_from
+    for _ in range(3):
+        batch = play.scheduler.schedule(0.0)
+        assert len(batch.rows) == 16
+        play.scheduler.update(batch, play.runner.execute(batch), 0.0)

@@ -178,6 +178,19 @@ def test_a_slot_that_was_left_is_emptied(trunk: Case) -> None:
         assert streams[key] == trunk.expected[key, 0]
 
 
+def test_the_cache_of_a_sequence_that_has_ended_is_freed(trunk: Case) -> None:
+    """Its blocks are given to others. So their memory would be taken twice."""
+    engine = _engine(trunk)
+    for key, prompt in enumerate(trunk.prompts):
+        params = replace(GREEDY, max_tokens=COUNT if key == 0 else 2)
+        engine.send(Submit(key=key, prompt=prompt, params=params, arrival=float(key)))
+    for _ in range(6):
+        engine.step()
+    assert len(engine.scheduler.live.running) == 1
+    assert len(trunk.runner._caches) == 1
+    _run(engine)
+
+
 def _engine(case: Case, **options: object) -> Engine:
     config = make_config(options_for(case.folder, **options))
     return make_at_once(Engine(config, case.runner))

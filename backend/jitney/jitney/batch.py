@@ -144,6 +144,10 @@ class Batch:
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     """Slots to copy before the rows are computed: (source, destination). All sources are read
     before any destination is written."""
+    released_slots: list[int] = field(default_factory=list)
+    """Slots that nobody holds any more: what they hold may be freed, before anything else is done.
+    A hint. Not every slot that is released is named: it may have been given to another sequence
+    already, or its step was reverted."""
 
     @property
     def num_tokens(self) -> int:

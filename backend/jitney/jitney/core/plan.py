@@ -121,9 +121,10 @@ class Planner:
         preemptions_before = live.preemptions
         self._admission.begin_step(live.running, now)
         self._admit_urgent(plan)
-        # No further sequence is admitted until the chunks of all running ones are planned. So it
-        # can be counted now how many tokens decodes and drafts must leave to prompts.
-        plan.min_prefill_tokens = self._min_prefill_tokens()
+        if self._cuts_prompts:
+            # No further sequence is admitted until the chunks of all running ones are planned. So
+            # it can be counted now how many tokens decodes and drafts must leave to prompts.
+            plan.min_prefill_tokens = self._min_prefill_tokens()
         if self._drafts.is_active:
             self._draft_budget.begin(live.running, self._max_tokens)
         self._limits.begin(live.running)
@@ -188,6 +189,7 @@ class Planner:
             batch = plan.step.batch
             batch.copies = self._kv.pending_copies()
             batch.slot_copies = self._live.slots.pending_copies()
+            batch.released_slots = self._live.slots.take_released()
 
     # ------------------------------------------------------------------ what can be planned ahead
 

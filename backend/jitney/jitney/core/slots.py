@@ -5,7 +5,8 @@ Owned and called by the scheduler alone. It deals in numbers; what is behind a s
 A slot is *free* or *held*: by the running sequence that it belongs to, by a pending copy of which
 it is the source, or by both. A sequence holds one slot from its admission until it ends, is
 preempted, or is taken back. Its first row begins at position 0, and the runner empties the slot
-then. So a slot needs no clearing when it is released.
+then. So a slot is handed out again although the runner has not heard yet that it was released. The
+next step tells it (:meth:`Slots.take_released`), so that it need not keep what the slot holds.
 
 Without slots (``num_slots`` is 0) nobody holds any, and none is ever short.
 """
@@ -26,6 +27,9 @@ class Slots:
         self._holders = [0] * num_slots  # the sequence, if any, plus the copies from the slot
         self._free = list(range(num_slots - 1, -1, -1))  # a stack: the warmest slot first
         self._pending_copies: dict[int, int] = {}  # destination -> source of copies not yet made
+        # Free slots that no step has named yet. At first all: the runner may still keep what an
+        # earlier scheduler has left in them.
+        self._released = set(self._free)
 
     # ------------------------------------------------------------------ queries
 
@@ -56,6 +60,7 @@ class Slots:
         if not self.is_used:
             return None
         slot = self._free.pop()
+        self._released.discard(slot)
         self._holders[slot] = 1
         return slot
 
@@ -93,6 +98,13 @@ class Slots:
         self._holders[slot] -= 1
         if not self._holders[slot]:
             self._free.append(slot)
+            self._released.add(slot)
+
+    def take_released(self) -> list[int]:
+        """The slots that are free and were held since the last call: what they hold may go."""
+        released = list(self._released)
+        self._released.clear()
+        return released
 
     # ------------------------------------------------------------------ integrity
 
@@ -110,3 +122,4 @@ class Slots:
             assert self._holders[slot] == owners[slot], f"slot {slot} has other holders"
             is_free = owners[slot] == 0
             assert free[slot] == int(is_free), f"slot {slot} is lost, or free and held"
+            assert is_free or slot not in self._released, f"slot {slot} is held and released"

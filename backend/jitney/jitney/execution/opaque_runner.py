@@ -119,6 +119,9 @@ class OpaqueRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         rows = list(batch.rows)
+        # The blocks that account for these caches may be in use for others by now.
+        for slot in batch.released_slots:
+            self._caches.pop(slot, None)
         self._copy_caches(batch.slot_copies)
         plan = plan_logits(rows)
         found = _StepLogits(prompt_logprobs={r: [] for r in plan.targets})
