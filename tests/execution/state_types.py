@@ -120,7 +120,7 @@ STATE_TYPES: dict[str, dict[str, object]] = {
         "moe_shared_expert_intermediate_size": 32,
         "use_mamba_kernels": False,
     },
-    "falcon_h1": {**_MAMBA_2_MIXER, "num_hidden_layers": 3, "mamba_d_ssm": 128},
+    "falcon_h1": {**_MAMBA_2_MIXER, "num_hidden_layers": 2, "mamba_d_ssm": 128},
     "zamba": {
         "num_hidden_layers": 6,
         "layers_block_type": [

@@ -61,7 +61,6 @@ LONGCAT = {
         ("hunyuan_v1_dense", {"rope_parameters": {**DYNAMIC, "alpha": 1000.0}}),
         ("granitemoehybrid", {**GRANITE_4, "position_embedding_type": "rope"}),
         ("granitemoehybrid", {**GRANITE_4, "num_local_experts": 4, "num_experts_per_tok": 2}),
-        ("deepseek_v3", MLA),
         pytest.param("deepseek_v2", MLA, marks=pytest.mark.slow),
         pytest.param("glm4_moe_lite", MLA, marks=pytest.mark.slow),
         pytest.param("minicpm3", MLA, marks=pytest.mark.slow),

@@ -203,7 +203,15 @@ def test_no_drafts_are_taken(trunk: Case) -> None:
         load_runner(make_config({**options, "max_model_len": 256}))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_5_text",
+        "lfm2",
+        pytest.param("bamba", marks=pytest.mark.slow),
+        pytest.param("jamba", marks=pytest.mark.slow),
+    ],
+)
 def test_bfloat16_is_as_near_as_transformers(tmp_path: Path, model_type: str) -> None:
     """In chunks, the log-probabilities of a prompt are those of transformers in float32, but for
     the rounding."""
