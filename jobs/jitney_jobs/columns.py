@@ -5,6 +5,7 @@ is rounded or cut. A column of text takes any value of JSON: numbers, lists and 
 JSON.
 """
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -118,11 +119,14 @@ def _cast_one(row: pa.Array, kind: pa.DataType) -> pa.Array:
         if not is_text(kind) or not fits_python:
             raise
         (value,) = values_of(row)
-        return pa.array([_text_of_nested(value)], kind)
+        return pa.array([_text_of(value)], kind)
 
 
-def _text_of_nested(value: Any) -> str:
-    """A list or an object as JSON. Times and decimals in it are texts, bytes are in base64."""
+def _text_of(value: Any) -> str:
+    """Bytes in base64; a list or an object as JSON, in which times and decimals are texts and bytes
+    are in base64."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     value = NonFinite("text").replaced(value)
     return msgspec.json.encode(value).decode()
 

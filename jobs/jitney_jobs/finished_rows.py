@@ -81,7 +81,7 @@ class Finisher:
         return Ended(chunk, [row], error=reason(error), answer=answer)
 
     def _with_names(self, ended: Ended) -> Ended:
-        """With the result's columns called as the job says."""
+        """The same rows, with the names that the job gives to the result's columns."""
         columns = ended.columns
         if columns is None:
             return ended
@@ -99,10 +99,11 @@ def _renamed(fields: pa.Schema, names: dict[str, str]) -> pa.Schema:
 def _ended_of_block(
     chunk: Chunk, rows: Sequence[int], result: BlockResult, task: Task
 ) -> list[Ended]:
-    """``result``: for ``rows`` of the chunk."""
+    """What is written of the ``rows`` of a chunk for which an exported model gave ``result``."""
     assert isinstance(task, Tensors), "only exported models answer blocks"
     errors = {index: reason(error) for index, error in result.errors.items()}
     ended = [Ended(chunk, [rows[index]], error=error) for index, error in errors.items()]
+    # The arrays have rows only for those without an error.
     left = [row for index, row in enumerate(rows) if index not in errors]
     if result.arrays is None:
         return ended

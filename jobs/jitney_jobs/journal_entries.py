@@ -44,10 +44,11 @@ class RowRange(NamedTuple):
     first: int
     end: int
     is_open: bool = False
-    """Whether it goes on to the end of the file, which could not be read beyond ``end`` when the
-    job was divided."""
+    """Whether the shard also has what comes after ``end``: the file could not be read beyond it
+    when the job was divided."""
     start: ReadStart | None = None
-    """The last one that is known before ``first``. None: the beginning of the file."""
+    """Where a reader begins: the last known start at ``first`` or before it. None: the beginning
+    of the file."""
 
 
 class InputFile(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +75,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     prints: dict[str, str] = {}
     """Fingerprints of the model's files and of map's code (``fingerprints.py``), by name."""
     id: str = ""
-    """Of this journal. The output on object storage knows a journal that is elsewhere by it."""
+    """Of this journal. If the output is on object storage and the journal is not, the output tells
+    by it whether a journal is its own."""
     schema: bytes | None = None
     """The input's columns with the types that all of its files get, as Arrow serializes them. None
     if its lines are written as they came, and in journals of earlier versions."""
@@ -87,7 +89,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """A later run has other settings that may change, or its changed model was accepted."""
+    """A later run has other settings, of those that may change; or a changed model was accepted
+    for it."""
 
     job: Job
     prints: dict[str, str]
@@ -95,8 +98,8 @@ class Again(msgspec.Struct, frozen=True, tag="again"):
 
 
 class InputNow(msgspec.Struct, frozen=True, tag="input"):
-    """A file of the input was replaced before any of its rows was committed, or since it was found
-    to be damaged. ``index``: its own."""
+    """A file of the input was replaced, either before any of its rows was committed, or after it
+    was found to be damaged. ``index``: of the file."""
 
     index: int
     file: InputFile
@@ -225,7 +228,7 @@ class JournalLine(NamedTuple):
 
     entry: Entry
     has_checksum: bool
-    """Whether it has one, which was right."""
+    """Whether the line has a checksum, which then was right."""
 
 
 def decode(line: bytes) -> JournalLine:

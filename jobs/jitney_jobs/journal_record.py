@@ -74,9 +74,9 @@ class Record:
         """Why files cannot be read to their end, by the file's index."""
         self.schema: bytes | None = None
         self.has_final_columns = True
-        """As in :class:`OutputPart`, of the last part."""
+        """As in :class:`OutputPart`: that of the last part."""
         self.parts: list[OutputPart] = []
-        """Without their intervals, of which there may be as many as rows."""
+        """Their intervals are left out here: there may be as many as rows."""
         self.written = 0
         """Good rows in parts."""
         self.failed = 0
@@ -147,7 +147,7 @@ class Record:
             raise InvalidArgumentError(
                 f"the journal in {self.where} is of version {entry.version}, {bound}"
             )
-        # On object storage a job that has written no good row begins anew behind what was there.
+        # On object storage the lines of a job that begins anew come after those of the one before.
         self.begin = entry
         self.shard_rows = None if entry.ranges is None else ShardRows(entry.ranges)
         self.row_counts = {}
@@ -202,7 +202,7 @@ class Record:
         return Ranges([*self.done.intervals, *self.shard_rows.outside])
 
     def beyond_end(self, entry: FileRows) -> str | None:
-        """What is wrong if a part has rows that the file has not. None: it has none."""
+        """What is wrong if a part has rows beyond the end of a file. None if no part has."""
         last = self.done.last_of(entry.file)
         if last is None or last.end <= entry.row_count:
             return None
@@ -217,8 +217,8 @@ class Record:
 
     @property
     def total(self) -> int | None:
-        """Rows of the input, or of the shard. None until all of it has been read; of a shard they
-        are known before."""
+        """Rows of the input, or of the shard. Of a shard they are known from the beginning, of any
+        other job once all files were read to their end; None before."""
         if self.shard_rows is not None:
             return self.shard_rows.total(self.row_counts)
         if len(self.row_counts) < self.file_count:

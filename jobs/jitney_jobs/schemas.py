@@ -53,6 +53,9 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
             return pa.timestamp(min(kind.unit, less.unit, key=_UNITS.index), "UTC")
         if pa.types.is_decimal(kind) and pa.types.is_integer(less):
             return _decimal_for(kind, less)
+    if is_binary(one) != is_binary(other):
+        # Arrow would make bytes of a text, also of one that stands for a number and a text.
+        return pa.string()
     schemas = [pa.schema({"column": one}), pa.schema({"column": other})]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
@@ -87,6 +90,14 @@ def _merged_struct(one: pa.StructType, other: pa.StructType) -> pa.DataType:
 def _values(kind: pa.DataType) -> pa.DataType:
     """Of a dictionary the type of its values; any other type itself."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    """Whether it is of bytes that need be no text."""
+    types = pa.types
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return True
+    return bool(types.is_fixed_size_binary(kind) or types.is_binary_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -109,6 +109,19 @@ def test_types_that_drift_between_files(
     assert table["v"].combine_chunks().equals(both)
 
 
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_numbers_texts_and_bytes_are_texts_together(tmp_path: Path, order: str) -> None:
+    """Whichever file comes first. Bytes are in base64."""
+    columns = {"a": pa.array([7]), "b": pa.array(["x"]), "c": pa.array([b"\xff\x00"])}
+    (tmp_path / "in").mkdir()
+    for number, name in enumerate(order):
+        table = pa.table({"id": [name], "v": columns[name]})
+        pq.write_table(table, tmp_path / f"in/{number}.parquet")
+    table = table_of(tmp_path / "in", tmp_path / "out")
+    found = dict(zip(table["id"].to_pylist(), table["v"].to_pylist(), strict=True))
+    assert found == {"a": "7", "b": "x", "c": "/wA="}
+
+
 @pytest.mark.parametrize("bound", [{"part_seconds": 0.001}, {"part_rows": 40}])
 def test_results_of_map_have_one_schema(tmp_path: Path, bound: dict[str, Any]) -> None:
     """The first 256 rows set it, however small the parts are."""

@@ -302,3 +302,12 @@ def test_a_run_waits_for_room_as_long_as_its_patience(
     cluster = FakeCluster(monkeypatch, job, closing)
     with pytest.raises(UnavailableError, match=r"for 0 s \(patience\); an actor needs 0\.2 CPU"):
         cluster.shows(starts={})
+
+
+def test_the_share_of_a_killed_run_ends_soon() -> None:
+    """Else a resumed run gets no CPU of a small cluster for minutes. A run that lives asks for its
+    share again before it ends."""
+    from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler as Autoscaler
+
+    share_s = Autoscaler.AUTOSCALING_REQUEST_EXPIRE_TIME_S
+    assert 2 * Autoscaler.MIN_GAP_BETWEEN_AUTOSCALING_REQUESTS_S < share_s <= 60

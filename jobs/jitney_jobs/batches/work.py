@@ -1,9 +1,9 @@
 """Runs batches as jobs of worker processes, and gathers the jobs' parts into files.
 
-A thread of one of the folder's gateways, the one that holds its lock, looks at every open batch
-time and again. Each of its steps may be cut off anywhere, and is then taken again. The jobs are
-those of worker processes (``jitney batch worker``), which ask this gateway for each line; their
-journals tell which lines are done. The workers end when no job waits, and with the gateway.
+The gateway that holds the folder's lock has a thread that looks at every open batch each second,
+and takes its next step. A step that was cut off anywhere is taken again. Worker processes (``jitney
+batch worker``) run the jobs, and ask this gateway for each line; the jobs' journals tell which
+lines are done. The workers end when no job waits, and with the gateway.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ def start_batch(folder: Folder, batch: BatchRecord, lines: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def working(folder: Folder | None, url: str) -> AsyncIterator[None]:
-    """Batches are run while it is entered. Their lines are asked of the gateway at ``url``."""
+    """Within ``async with`` batches are run. Each line is asked of the gateway at ``url``."""
     if folder is None:
         yield
         return
