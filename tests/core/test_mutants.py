@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "live", "running_counts.note_forked(request, num_forks)", "running_counts.copy()",
     ),
     "forks are promised no place": (
-        "plan", "sequence.request.slots_needed > free_slots", "not free_slots",
+        "plan", "sequence.request.least_admissible > admissible", "not admissible",
     ),
     "forks that wait share blocks": (
         "needs",
