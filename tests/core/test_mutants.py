@@ -178,6 +178,7 @@ SLOT_FAULTS: dict[str, tuple[str, ...]] = {
         "outcome", "live.slots.fork(leader.slot)", "leader.slot",
     ),
     "no copy of a slot is pending": ("slots", "self._pending_copies[slot] = source", "pass"),
+    "a slot is emptied under its holder": ("slots", "self._released.discard(slot)", "pass"),
     "the source of a copy is not held": ("slots", "self._holders[source] += 1", "pass"),
     "a slot is never given back": ("live", "            self.slots.release(slot)\n", ""),
     "a slot is given back twice": (
