@@ -40,8 +40,10 @@ def write_page(results: list[Result], page: Path) -> None:
 
 
 def _loading(results: list[Result]) -> str:
+    names = {name: None for result in results for name in result.ways}  # in order, each once
     lines = [
-        f"With transformers {transformers.__version__}, jitney {jitney.__version__}:",
+        f"With transformers {transformers.__version__} and jitney {jitney.__version__}, ways: "
+        f"{', '.join(names)}.",
         "",
         "| type | cache | tokens | not with |",
         "|---|---|---|---|",

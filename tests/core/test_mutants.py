@@ -1,10 +1,11 @@
 """The other tests of this folder notice deliberate faults of scheduler and KV cache, and soon."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import assert_noticed
+from tests.mutants import Forks, assert_noticed
 
 FIRST = ["kv_cache", "scheduling", "admission", "drafts"]
 """Of the files of tests, those that notice most faults in the least time."""
@@ -213,7 +214,7 @@ SLOT_FAULTS: dict[str, tuple[str, ...]] = {
         "            return",
     ),
 }  # fmt: skip
-ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS | SLOT_FAULTS
+ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS
 
 
 @pytest.mark.slow
@@ -226,7 +227,19 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
         runs = [["tier_planning"]]
     if fault in ADMISSION_FAULTS:
         runs = [["tier_admission"]]
-    if fault in SLOT_FAULTS:
-        runs = [["slots"]]
     files = [[f"core/test_{name}.py" for name in run] for run in runs]
     assert_noticed(tmp_path, f"core/{name}.py", changes, files)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    process = Forks("hypothesis", "msgspec", "numpy")
+    yield process
+    process.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SLOT_FAULTS)
+def test_a_fault_of_slots_is_noticed(tmp_path: Path, fault: str, forks: Forks) -> None:
+    name, *changes = SLOT_FAULTS[fault]
+    assert_noticed(tmp_path, f"core/{name}.py", changes, [["core/test_slots.py"]], forks)

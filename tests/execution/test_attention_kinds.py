@@ -79,7 +79,7 @@ def test_tokens_in_all_ways(tmp_path: Path, model_type: str, fields: dict[str, o
         ("axk1", MLA),
         pytest.param("axk2", SPARSE, marks=pytest.mark.slow),
         pytest.param("hy_v4", SPARSE, marks=pytest.mark.slow),
-        ("hrm_text", NO_HEAD_DIM),
+        pytest.param("hrm_text", NO_HEAD_DIM, marks=pytest.mark.slow),
         ("nemotron", {}),
         ("stablelm", {**NO_HEAD_DIM, "qk_layernorm": True, "use_parallel_residual": True}),
         ("falcon", FALCON),
@@ -153,7 +153,9 @@ def test_falcon_with_alibi(tmp_path: Path, parallel: bool) -> None:
     assert_in_all_ways(folder, expected)
 
 
-@pytest.mark.parametrize("model_type", ["roberta", "data2vec-text"])
+@pytest.mark.parametrize(
+    "model_type", ["roberta", pytest.param("data2vec-text", marks=pytest.mark.slow)]
+)
 def test_positions_that_begin_behind_the_padding_token(tmp_path: Path, model_type: str) -> None:
     """As the model counts by itself. ``generate`` gives it positions from 0 instead."""
     folder = make_type(tmp_path / "m", model_type, **LEARNED_POSITIONS)

@@ -86,10 +86,21 @@ def test_chunks(case: Case) -> None:
     assert driven.outputs == case.expected
 
 
-def test_preemption(case: Case) -> None:
+def test_preemption(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens behind a prompt are computed again as they were: each in a pass of its own."""
+    compute = OpaqueModule.compute
+    first_passes = set()
+
+    def note(self: OpaqueModule, ids: torch.Tensor, start: int, cache: object, num_logits=1):
+        if start == 0:
+            first_passes.add(len(ids))
+        return compute(self, ids, start, cache, num_logits)
+
+    monkeypatch.setattr(OpaqueModule, "compute", note)
     driven = drive(case.runner, case.requests, num_blocks=4, watermark=0.0)
     assert driven.preemptions > 0
     assert driven.outputs == case.expected
+    assert first_passes == set(LENGTHS)
 
 
 def test_uncut_prompts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

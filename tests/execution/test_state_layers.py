@@ -1,6 +1,8 @@
 """Models with state layers give the tokens of transformers' own ``generate``, whatever batch,
 chunks, preemption and forks do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,21 +39,30 @@ class Case:
     expected: dict[tuple[int, int], list[int]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
-        for name in sorted(STATE_TYPES)
-    ],
-)
+@pytest.fixture(scope="module", params=sorted(OFTEN))
 def case(request, tmp_path_factory):
+    with make_case(tmp_path_factory.mktemp(request.param), request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    """A type that is taken where one is enough."""
+    with make_case(tmp_path_factory.mktemp("trunk"), "lfm2") as made:
+        yield made
+
+
+@contextmanager
+def make_case(folder: Path, model_type: str) -> Iterator[Case]:
     torch.set_num_threads(1)  # as the runner will
-    folder = state_type(tmp_path_factory.mktemp(request.param), request.param)
+    state_type(folder, model_type)
     prompts = make_prompts(*LENGTHS)
     expected = expected_outputs(eager(folder), prompts, NUM_NEW)
     # Random weights can fall into a loop of a few tokens, which would prove little.
     assert len({token for tokens in expected.values() for token in tokens}) > 20
     runner = load(folder)
+    # A fault that the proof at load notices leads to an opaque cache, which gives the same tokens.
+    assert "state" in runner.info.cache
     yield Case(folder, runner, prompts, expected)
     runner.close()
 
@@ -74,12 +85,31 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_generate(case: Case, way: str) -> None:
+    assert_tokens(case, way)
+
+
+def test_forks_go_on_from_a_copy_of_the_state(case: Case) -> None:
+    assert_forks(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(set(STATE_TYPES) - OFTEN))
+def test_other_types_give_the_tokens_of_generate(tmp_path: Path, model_type: str) -> None:
+    with make_case(tmp_path, model_type) as case:
+        assert_tokens(case, "in chunks")
+        assert_tokens(case, "in turns")
+        assert_forks(case)
+        assert_planned(case)
+
+
+def assert_tokens(case: Case, way: str) -> None:
+    """Of all prompts, in a way of WAYS."""
     driven = drive(case.runner, [(prompt, GREEDY) for prompt in case.prompts], **WAYS[way])
     assert driven.outputs == case.expected
     assert (driven.preemptions > 0) == (way == "preempted")
 
 
-def test_forks_go_on_from_a_copy_of_the_state(case: Case) -> None:
+def assert_forks(case: Case) -> None:
     """All sequences of a request are greedy, so they give the same tokens: those of ``generate``.
     One ends early: what begins then takes its slot."""
     several = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0, n=3)
@@ -90,12 +120,12 @@ def test_forks_go_on_from_a_copy_of_the_state(case: Case) -> None:
     assert len(driven.outputs) == 6
 
 
-def test_sampled_forks_differ_and_do_not_depend_on_the_batch(case: Case) -> None:
+def test_sampled_forks_differ_and_do_not_depend_on_the_batch(trunk: Case) -> None:
     sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=7, n=3)
-    prompt = case.prompts[1]
-    alone = drive(case.runner, [(prompt, sampled)], budget=64).outputs
+    prompt = trunk.prompts[1]
+    alone = drive(trunk.runner, [(prompt, sampled)], budget=64).outputs
     beside = drive(
-        case.runner, [(prompt, sampled)] + [(each, GREEDY) for each in case.prompts], budget=24
+        trunk.runner, [(prompt, sampled)] + [(each, GREEDY) for each in trunk.prompts], budget=24
     ).outputs
     assert {index: tokens for (key, index), tokens in beside.items() if key == 0} == {
         index: tokens for (_, index), tokens in alone.items()
@@ -124,6 +154,10 @@ def test_prompt_logprobs_advance_a_state_once(case: Case, monkeypatch: pytest.Mo
 
 
 def test_a_plan_counts_slots_and_blocks_as_the_load_does(case: Case) -> None:
+    assert_planned(case)
+
+
+def assert_planned(case: Case) -> None:
     """A plan runs the module without weights."""
     config = make_config(options_for(case.folder, max_model_len=256, max_num_seqs=8))
     footprint = weigh(config)
@@ -137,9 +171,9 @@ def test_a_plan_counts_slots_and_blocks_as_the_load_does(case: Case) -> None:
         assert info.kv_cache_bytes - slots == info.num_blocks * footprint.block
 
 
-def test_batch_invariant_takes_opaque_caches(case: Case) -> None:
-    runner = load(case.folder, batch_invariant=True)
-    assert "state" in case.runner.info.cache
+def test_batch_invariant_takes_opaque_caches(trunk: Case) -> None:
+    runner = load(trunk.folder, batch_invariant=True)
+    assert "state" in trunk.runner.info.cache
     assert runner.info.cache == "opaque"
     runner.close()
 
@@ -156,14 +190,14 @@ def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_p
     assert driven.outputs == {(0, 0): case.expected[0, 0]}
 
 
-def test_no_drafts_are_taken(case: Case) -> None:
+def test_no_drafts_are_taken(trunk: Case) -> None:
     """A state cannot be taken back. A model with states is no draft model either."""
-    llama = make_checkpoint(case.folder / "llama")
+    llama = make_checkpoint(trunk.folder / "llama")
     speculation = {"drafter": "draft_model", "model": str(llama)}
-    runner = load(case.folder, speculation=speculation)
+    runner = load(trunk.folder, speculation=speculation)
     assert "state" in runner.info.cache
     runner.close()
-    speculation = {"drafter": "draft_model", "model": str(case.folder)}
+    speculation = {"drafter": "draft_model", "model": str(trunk.folder)}
     options = options_for(llama, speculation=speculation)
     with pytest.raises(UnsupportedModelError, match="a state takes no drafts back"):
         load_runner(make_config({**options, "max_model_len": 256}))

@@ -1,10 +1,11 @@
 """The tests of state layers notice deliberate faults of slots and states."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import assert_noticed
+from tests.mutants import Forks, assert_noticed
 
 FILE = "execution/test_state_layers.py"
 TOKENS = f"{FILE}::test_tokens_are_those_of_generate"
@@ -56,8 +57,15 @@ FAULTS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    process = Forks("torch", "transformers.modeling_utils", "transformers.generation")
+    yield process
+    process.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
+def test_a_fault_is_noticed(name: str, tmp_path: Path, forks: Forks) -> None:
     file, *changes, test = FAULTS[name]
-    assert_noticed(tmp_path, f"execution/{file}.py", changes, [[test]])
+    assert_noticed(tmp_path, f"execution/{file}.py", changes, [[test]], forks)

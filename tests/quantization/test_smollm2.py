@@ -38,14 +38,20 @@ def test_its_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_its_logits_are_those_of_transformers() -> None:
-    model = load(FILE, dtype="float32")
+    torch.set_num_threads(1)
+    model = load(FILE, dtype="float32", threads=1)
     assert all(type(each) is Int4Linear for each in linears(model))
     right = transformers.AutoModelForCausalLM.from_pretrained(
         FILE.parent, gguf_file=FILE.name, dtype=torch.float32
     )
+    last = model.module.config.num_hidden_layers - 1
+    compared = 0
     for name, each in model.module.named_modules():
-        if name.endswith("proj"):  # scales in bfloat16, where the file has float16
+        if name.endswith("proj") and name.split(".")[2] in ("0", str(last)):
+            # Scales are in bfloat16, where the file has float16.
             assert relative(each.dequantized(), right.get_submodule(name).weight) < 0.005
+            compared += 1
+    assert compared == 14
     ids = torch.tensor([Tokenizer.load(FILE).encode(TEXT)])
     assert relative(eager_logits(model.module, ids), eager_logits(right, ids)) < 0.1
 

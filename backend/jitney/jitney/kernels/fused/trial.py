@@ -66,10 +66,17 @@ class StandIn:
             tokens = slice(0, len(call.query))
             call.token_index.choose(0, tokens, len(call.query), exchange=lambda keys: keys)
         group = call.query.shape[1] // call.value.shape[1]
-        missing = call.value_size - call.value.shape[-1]  # of latents, which are no values
-        value = functional.pad(call.value, (0, missing)).repeat_interleave(group, 1)
-        query = functional.pad(call.query, (0, call.value_size - call.query.shape[-1]))
+        # A latent is narrower than the values that are made of it.
+        value = _of_size(call.value, call.value_size).repeat_interleave(group, 1)
+        query = _of_size(call.query, call.value_size)
         return 0.5 * query + value
+
+
+def _of_size(heads: Tensor, size: int) -> Tensor:
+    """[…, heads, size]: with zeros behind, or cut off. As it is if it has the size already: the
+    check of batch invariance looks at each operation here."""
+    missing = size - heads.shape[-1]
+    return functional.pad(heads, (0, missing)) if missing else heads
 
 
 # ------------------------------------------------------------------ running a model
