@@ -61,7 +61,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "live", "running_counts.note_forked(request, num_forks)", "running_counts.copy()",
     ),
     "forks are promised no place": (
-        "plan", "sequence.request.slots_needed > free_slots", "not free_slots",
+        "plan", "sequence.request.least_admissible > admissible", "not admissible",
     ),
     "forks that wait share blocks": (
         "needs",
@@ -179,6 +179,7 @@ SLOT_FAULTS: dict[str, tuple[str, ...]] = {
         "outcome", "live.slots.fork(leader.slot)", "leader.slot",
     ),
     "no copy of a slot is pending": ("slots", "self._pending_copies[slot] = source", "pass"),
+    "a slot is emptied under its holder": ("slots", "self._released.discard(slot)", "pass"),
     "the source of a copy is not held": ("slots", "self._holders[source] += 1", "pass"),
     "a slot is never given back": ("live", "            self.slots.release(slot)\n", ""),
     "a slot is given back twice": (

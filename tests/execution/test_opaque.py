@@ -11,7 +11,9 @@ import torch
 from jitney.engine.assemble import load_runner, weigh
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError, UnsupportedModelError
+from jitney.execution.load_opaque import plan_opaque
 from jitney.execution.low_rank import zero_factors
+from jitney.execution.memory import logits_bytes
 from jitney.execution.opaque import OpaqueModule
 from jitney.execution.opaque_runner import OpaqueRunner
 from jitney.execution.support import context_length
@@ -376,6 +378,20 @@ def test_slots_and_blocks_share_the_bytes(tmp_path: Path) -> None:
     used += info.num_blocks * info.block_size * traits.token_bytes
     assert 0.9 * (1 << 20) < used <= 1 << 20
     assert 1 <= info.num_slots <= 512
+
+
+def test_room_is_left_for_the_logits_of_all_tokens(
+    trunk: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some modules compute no fewer, as that of xlstm."""
+    model = trunk.runner._model
+    assert model.opaque is not None
+    config = make_config(options_for(trunk.folder, max_num_seqs=1))
+    few = plan_opaque(config, model, trunk.runner.info).steps.total
+    monkeypatch.setattr(model.opaque, "takes_num_logits", False)
+    all_tokens = plan_opaque(config, model, trunk.runner.info).steps.total
+    num_more = trunk.runner.info.max_num_batched_tokens - 1
+    assert all_tokens - few == num_more * logits_bytes(model.vocab_size, model.dtype)
 
 
 def test_a_plan_knows_what_a_sequence_takes(tmp_path: Path) -> None:

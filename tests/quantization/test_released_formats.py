@@ -274,6 +274,10 @@ DAMAGE = {
         to_bitsandbytes_8, with_other(f"{LAYER}.SCB", lambda largest: largest[:4]),
         rf"the shape of {LAYER}.SCB is \[4\], but must be \[384\]",
     ),
+    "bitsandbytes 8 layout": (
+        to_bitsandbytes_8, with_other(f"{LAYER}.weight_format", lambda layout: layout + 2),
+        rf"{LAYER}.weight_format is 2, but must be 0, for rows one behind the other",
+    ),
     "bitsandbytes 4": (
         needs_bitsandbytes, without(f"{LAYER}.weight.absmax"), rf"lacks {LAYER}.weight.absmax",
     ),

@@ -58,8 +58,8 @@ class LiveRequests:
         """Steps in flight, the oldest first. At most one, or two between a plan ahead and the next
         update."""
         self.to_restart: list[Sequence] = []
-        """Sequences of reverted steps whose slots may hold more than their computed tokens: see
-        :meth:`restart_reverted`."""
+        """Sequences of reverted steps. Their slots may hold the past of more tokens than are
+        computed, so :meth:`restart_reverted` begins them anew."""
 
     @property
     def num_waiting_requests(self) -> int:

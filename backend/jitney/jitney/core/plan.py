@@ -355,8 +355,8 @@ class Planner:
     # ------------------------------------------------------------------ prompts that are not cut
 
     def _plan_uncut(self, plan: StepPlan, preemptions_before: int) -> None:
-        """Plan either one prompt, or the rows of one token. ``preemptions_before``: as they were
-        before the plan."""
+        """Plan either one prompt, or the rows of one token. ``preemptions_before``: how many there
+        had been before this plan."""
         if self._is_turn_of_prompts and self._plan_a_prompt(plan, preemptions_before):
             self._is_turn_of_prompts = False
             return
@@ -378,7 +378,7 @@ class Planner:
         first = self._admission.first()
         if first is None or not self._may_admit(preemptions_before):
             return False
-        if first.request.slots_needed > self._admission.running_counts.num_free_slots:
+        if first.request.least_admissible > self._admission.running_counts.num_admissible:
             return False
         if not self._admitter.admit(plan, first, hits=[]):
             return False
@@ -388,7 +388,7 @@ class Planner:
     def _plan_whole_prompt(self, plan: StepPlan, sequence: Sequence) -> None:
         """Plan a prompt in a step that has no other row. The step takes as many tokens as it
         needs."""
-        size = len(sequence.prompt)
+        size = len(sequence.prompt)  # not ``num_tokens``: it may have output already
         plan.tokens_left = max(plan.tokens_left, size)
         self._plan_known(plan, sequence, size)
 
@@ -410,7 +410,7 @@ class Planner:
             if not plan.ahead:
                 for victim in self._to_preempt(sequence, hits):
                     live.preempt(victim, plan.now)
-            if sequence.request.slots_needed > counts.num_free_slots:
+            if sequence.request.least_admissible > counts.num_admissible:
                 return
             # Nothing was allocated since `hits` were found. So they are still cached.
             if not self._admitter.admit(plan, sequence, hits, spare):
@@ -428,11 +428,11 @@ class Planner:
         admission = self._admission
         counts = admission.running_counts
         while admission.num_waiting and plan.tokens_left:
-            free_slots = counts.num_free_slots
-            if free_slots <= 0:
+            admissible = counts.num_admissible
+            if admissible <= 0:
                 return
             sequence = admission.first()
-            if sequence is None or sequence.request.slots_needed > free_slots:
+            if sequence is None or sequence.request.least_admissible > admissible:
                 return
             if not self._admitter.admit(plan, sequence, self._admitter.hits(sequence)):
                 return

@@ -122,8 +122,9 @@ class Request:
         return self.message.params.n - len(self.sequences)
 
     @property
-    def slots_needed(self) -> int:
-        """A waiting sequence of this request is admitted if so many more sequences may run."""
+    def least_admissible(self) -> int:
+        """A waiting sequence of this request is admitted only if at least so many more may run:
+        see ``RunningCounts.num_admissible``."""
         if not self.waits_for_all_forks:
             return 1
         return min(1 + self.num_forks_due, self.most_running)

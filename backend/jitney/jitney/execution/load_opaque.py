@@ -15,18 +15,23 @@ from jitney.messages import ModelInfo
 def plan_opaque(config: EngineConfig, model: LoadedModel, info: ModelInfo) -> memory.Ledger:
     """Size slots and blocks. Nothing is allocated: cache objects grow as they are used, and blocks
     are the account of it. Raises ConfigError if the memory is too little."""
+    opaque = model.opaque
     traits = model.opaque_traits
+    assert opaque is not None
     assert traits is not None
     # A prompt that is not cut may be as long as the context.
     most_tokens = info.max_num_batched_tokens
     if traits.chunking == "whole":
         most_tokens = max(most_tokens, model.max_model_len)
+    logits_rows = config.max_num_seqs
+    if not opaque.takes_num_logits:
+        logits_rows = most_tokens
     needs = memory.Needs(
         device=model.device,
         max_model_len=model.max_model_len,
         weight_bytes=model.weight_bytes,
         block_bytes=traits.token_bytes * config.block_size,
-        steps=memory.estimate_steps(model, most_tokens, logits_rows=config.max_num_seqs),
+        steps=memory.estimate_steps(model, most_tokens, logits_rows),
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank=0),
         slot_bytes=traits.fixed_bytes,
         most_slots=min(config.max_num_seqs, info.max_num_batched_tokens),

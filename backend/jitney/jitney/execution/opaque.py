@@ -66,7 +66,8 @@ class OpaqueModule:
         self._takes_positions = "position_ids" in parameters and not bool(
             getattr(module.config, "is_encoder_decoder", False)
         )
-        self._takes_num_logits = "logits_to_keep" in parameters
+        self.takes_num_logits = "logits_to_keep" in parameters
+        """Whether it computes the logits of the last tokens alone. If not, those of all tokens."""
         names = [name for name in _CACHE_NAMES if name in parameters]
         self._cache_name = names[0] if names else None
         self.takes_caches = self._cache_name is not None
@@ -84,7 +85,7 @@ class OpaqueModule:
         if cache is not None:
             assert self._cache_name is not None
             options[self._cache_name] = cache
-        if self._takes_num_logits:
+        if self.takes_num_logits:
             options["logits_to_keep"] = num_logits
         output = self._call(ids, start, use_cache=True, **options)
         return Computed(output.logits[0, -num_logits:], self._cache_of(output))

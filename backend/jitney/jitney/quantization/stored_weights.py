@@ -12,7 +12,8 @@ A weight is told by its own tensors, as each layer of a checkpoint may be of ano
   inputs.
 - ``bitsandbytes`` in 4 bits: ``weight``, two indices to a byte, of the 16 numbers ``quant_map``,
   and a factor ``absmax`` for each block of neighbours. The factors may be rounded to bytes in turn.
-- ``bitsandbytes`` in 8 bits: ``weight``, and ``SCB``, the largest value of each output.
+- ``bitsandbytes`` in 8 bits: ``weight``, and ``SCB``, the largest value of each output. A number
+  ``weight_format`` says in which order the values are stored.
 """
 
 import json
@@ -218,6 +219,11 @@ def _bitsandbytes_8(name: str, stored: StoredTensor, checkpoint: Checkpoint) -> 
     _check_dimensions(name, stored, 2)
     largest = f"{name.removesuffix('.weight')}.SCB"
     _check_shape(largest, checkpoint, [stored.shape[0]], stored.file)
+    layout = f"{name.removesuffix('.weight')}.weight_format"
+    if layout in checkpoint.tensors:
+        number = int(TensorFiles(checkpoint).read(layout))
+        if number != 0:  # tiles, as some kernels want them
+            raise CheckpointError.of(layout, number, "0, for rows one behind the other")
 
     def decode(found: StoredTensors, dtype: torch.dtype) -> Tensor:
         scale = found["largest"].float() / 127

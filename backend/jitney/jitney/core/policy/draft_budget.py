@@ -46,7 +46,7 @@ class DraftBudget:
         """Tokens that the prompts of running sequences still need, and those of the first waiting
         sequence if it may run."""
         tokens = sum(sequence.num_to_prefill for sequence in self._running)
-        if self._admission.running_counts.num_free_slots > 0:
+        if self._admission.running_counts.num_admissible > 0:
             first = self._admission.first()
             if first is not None:
                 tokens += first.num_tokens

@@ -65,7 +65,7 @@ class MakingWay:
         kv = self._kv
         # The usual case: there is a slot, and blocks enough even without any hit.
         most_needed = kv.blocks_for(urgent.num_tokens) + self._watermark
-        if running_counts.num_free_slots > 0 and kv.num_available >= most_needed:
+        if running_counts.num_admissible > 0 and kv.num_available >= most_needed:
             return []
         kept = set(hits)
         needed = kv.blocks_for(urgent.num_tokens) - len(kept)
@@ -73,8 +73,8 @@ class MakingWay:
         if self._fits(running_counts, free, needed):
             return []
         counts_then = running_counts.copy()  # as after the preemptions so far
-        # If there are blocks enough, only slots are short. Then freed blocks are not counted, which
-        # takes time.
+        # If there are blocks enough, too many sequences run. Then freed blocks are not counted:
+        # that would take time.
         lacks_blocks = free < needed + self._watermark
         would_free = WouldFree(kv)
         victims: list[Sequence] = []
@@ -93,7 +93,7 @@ class MakingWay:
     def _fits(self, counts: RunningCounts, num_free: int, num_needed: int) -> bool:
         """Whether a sequence that needs so many blocks can run beside these running sequences."""
         spare = self._watermark if counts.num_running else 0
-        return counts.num_free_slots > 0 and num_free >= num_needed + spare
+        return counts.num_admissible > 0 and num_free >= num_needed + spare
 
     def _candidates(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
         """The running sequences that make way, the last one first."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jitney.batch import Batch, Row, StepOutput
 from jitney.core.policy.making_way import MakingWay
-from jitney.core.policy.queue_limit import FreeSlots, check_queue_limit
+from jitney.core.policy.queue_limit import Admissible, check_queue_limit
 from jitney.core.policy.running_counts import RunningCounts
 from jitney.core.policy.seam import DraftChoice, StepLimits, TierTerms
 from jitney.core.request import Sequence, order, remove_ordered
@@ -38,12 +38,12 @@ class ByRank:
             [self._queued],
             self._max_queued,
             still_short=self._left_waiting and bool(self._queue),
-            free_slots=self._free_slots,
+            admissible=self._admissible,
         )
 
-    def _free_slots(self) -> FreeSlots:
-        total = self.running_counts.num_free_slots
-        return FreeSlots(total, of_tier=[total])
+    def _admissible(self) -> Admissible:
+        total = self.running_counts.num_admissible
+        return Admissible(total, of_tier=[total])
 
     def count_queued(self, message: Submit) -> None:
         self._queued[message.key] = message.params.n

@@ -75,7 +75,7 @@ class RunningCounts:
         return self.of_tier[tier] >= self.most_running(tier)
 
     @property
-    def num_free_slots(self) -> int:
+    def num_admissible(self) -> int:
         """How many more sequences may be admitted. The forks that the running requests have yet to
         make are counted as if they ran. Negative if running sequences and forks are more than may
         run: then some forks will wait."""
@@ -83,7 +83,7 @@ class RunningCounts:
 
     @property
     def num_forks_due(self) -> int:
-        """How many forks the running requests have yet to make, as :attr:`num_free_slots` counts
+        """How many forks the running requests have yet to make, as :attr:`num_admissible` counts
         them."""
         # What `_num_counted` leaves out beyond a cap are forks: running sequences never exceed it.
         return self._num_counted - self.num_running

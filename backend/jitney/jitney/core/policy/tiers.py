@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.making_way import MakingWay
-from jitney.core.policy.queue_limit import FreeSlots, check_queue_limit
+from jitney.core.policy.queue_limit import Admissible, check_queue_limit
 from jitney.core.policy.running_counts import RunningCounts
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Sequence, order, remove_ordered
@@ -105,18 +105,18 @@ class TierAdmission:
             [self._queued[each] for each in counting],
             limit,
             still_short=self._left_waiting[tier] and bool(self._queues[tier]),
-            free_slots=lambda: self._free_slots(counting),
+            admissible=lambda: self._admissible(counting),
         )
 
-    def _free_slots(self, counting: range) -> FreeSlots:
+    def _admissible(self, counting: range) -> Admissible:
         """How many more sequences may be admitted, in all and of each of these tiers."""
         counts = self.running_counts
-        total = counts.num_free_slots
+        total = counts.num_admissible
         of_tier = []
         for tier in counting:
             cap = counts.caps[tier]
             of_tier.append(total if cap is None else cap - counts.admitted[tier])
-        return FreeSlots(total, of_tier)
+        return Admissible(total, of_tier)
 
     def count_queued(self, message: Submit) -> None:
         tier = self._tier_of(message)
@@ -179,7 +179,7 @@ class TierAdmission:
         cap = counts.caps[tier]
         if cap is None:
             return True
-        return cap - counts.admitted[tier] >= sequence.request.slots_needed
+        return cap - counts.admitted[tier] >= sequence.request.least_admissible
 
     # ------------------------------------------------------------------ running sequences
 
