@@ -1,6 +1,5 @@
 """``test_opaque.py`` notices deliberate faults of the runner of opaque caches."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,13 +56,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "test_a_module_whose_cache_is_wrong_is_refused",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    process = Forks("torch", "transformers.modeling_utils", "transformers.generation")
-    yield process
-    process.close()
 
 
 @pytest.mark.slow

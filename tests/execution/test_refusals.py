@@ -146,6 +146,13 @@ def test_probe_sees_a_window_that_its_attention_is_not_told() -> None:
     module.config.sliding_window = 8
     with pytest.raises(UnsupportedModelError, match=r"window of None.*states 8"):
         record_layers(module, layer_windows(module.config))
+    module.config.sliding_window = module.config.max_position_embeddings - 1
+    with pytest.raises(UnsupportedModelError, match=r"window of None"):
+        record_layers(module, layer_windows(module.config))
+    # One that is as long as the context hides nothing.
+    module.config.sliding_window = module.config.max_position_embeddings
+    (spec, _) = record_layers(module, layer_windows(module.config))
+    assert spec.window is None
 
 
 def test_probe_sees_options_it_does_not_know() -> None:

@@ -1,6 +1,5 @@
 """The tests of state layers notice deliberate faults of slots and states."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,13 +54,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{TOKENS}[zamba2-in chunks]",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    process = Forks("torch", "transformers.modeling_utils", "transformers.generation")
-    yield process
-    process.close()
 
 
 @pytest.mark.slow

@@ -273,6 +273,7 @@ class _Recorder:
     def __init__(self, config: PreTrainedConfig, windows: list[int | None]) -> None:
         self.model_type = config.model_type
         self._windows = windows
+        self._context: int | None = getattr(config, "max_position_embeddings", None)
         self._chunks = layer_chunks(config)
         self._specs: dict[int, list[LayerSpec]] = {}
         """By layer, in the order of its calls."""
@@ -298,6 +299,13 @@ class _Recorder:
         self._specs.setdefault(call.layer, []).append(spec)
         return call.query.new_zeros((*call.query.shape[:2], call.value_size))
 
+    def _hides_nothing(self, window: int | None, stated: int | None) -> bool:
+        """Whether attention without a window is that of the stated one, which is as long as the
+        context: so in Phi-3.5-MoE."""
+        if window is not None or stated is None or self._context is None:
+            return False
+        return stated >= self._context
+
     def _problems(self, call: AttentionCall) -> Iterator[str]:
         """What a paged cache would get wrong in this call. The caller stops at the first problem,
         so a check may rely on those before it."""
@@ -309,7 +317,7 @@ class _Recorder:
         if call.extra.get("is_causal") is False:
             yield f"the attention of layer {layer} is not causal"
         stated = self._windows[layer]
-        if call.window != stated:
+        if call.window != stated and not self._hides_nothing(call.window, stated):
             yield (
                 f"layer {layer} attends with a window of {call.window}, but its configuration "
                 f"states {stated}"
