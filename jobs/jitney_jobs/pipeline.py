@@ -18,7 +18,6 @@ from jitney_jobs.background import in_background, settle
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executors import Models
-from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.held_results import HeldResults
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal
@@ -29,7 +28,7 @@ from jitney_jobs.row_order import RowOrder
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.run_meter import RunMeter
-from jitney_jobs.tasks import make_task
+from jitney_jobs.run_task import begin_task
 
 _POLL_S = 0.2
 """Longest wait for a chunk, in seconds: then the job's thread looks at signals again."""
@@ -90,17 +89,13 @@ class Pipeline:
     ) -> None:
         """Raises a LoadError, and InvalidArgumentError for a task that cannot be done."""
         executor, context = models.load(job)
-        context = output.maker.columns.completed(context)
-        task = make_task(context)
+        context, task, self._finisher = begin_task(context, job, dataset, output)
         self._job = job
         self._journal = journal
         self._output = output
         self._task = task
-        self._finisher = Finisher(job, task)
-        output.set_columns(self._finisher.fields)
         self.meter = RunMeter(journal.record, output)
         self.is_cut = False
-        dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
             executor,

@@ -25,7 +25,6 @@ from jitney.errors import UnavailableError
 from jitney_jobs.arrow import pa
 from jitney_jobs.committed_rows import CommittedRows
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, Interval, JobJournal, Record
 from jitney_jobs.output import Output, write_errors
@@ -39,7 +38,7 @@ from jitney_jobs.ray_stream import Stream
 from jitney_jobs.rows import RowId
 from jitney_jobs.run_figures import RunFigures
 from jitney_jobs.run_meter import RunMeter
-from jitney_jobs.tasks import make_task
+from jitney_jobs.run_task import RunTask, begin_task
 
 _POLL_S = 0.2
 """Longest wait for the cluster, in seconds: then the job's thread looks at signals again."""
@@ -66,36 +65,17 @@ class RayPipeline:
         loading raises."""
         self._cluster = Cluster(str(job.ray), closing)
         context = self._cluster.call(context_of, job, job.patience_s, say)
-        context = output.maker.columns.completed(context)
-        task = make_task(context)
+        run_task = begin_task(context, job, dataset, output)
         self._job = job
         self._journal = journal
         self._output = output
-        self._task = task
-        self._finisher = Finisher(job, task)
-        output.set_columns(self._finisher.fields)
+        self._task = run_task.task
         self.meter = RunMeter(journal.record, output)
         self.is_cut = False
         self._figures = self.meter.figures
-        dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         self._dataset = dataset
         self._board = Board()
-        self._plan = ClusterPlan(
-            job=job,
-            dataset=dataset,
-            context=context,
-            schema=output.maker.columns.schema,
-            number=f"{journal.record.next_number:05}",
-            mark=journal.mark_of_run,
-            repeated=frozenset(),
-            sharers=self._cluster.actors_of_node,
-            board=self._board,
-        )
-        if output.maker.columns.is_table and output.maker.columns.schema is None:
-            schema = self._cluster.call(columns_of_first_rows, self._plan, job.patience_s, say)
-            if schema is not None:
-                output.maker.columns.set_result(self._finisher.fields, schema)
-                self._plan = replace(self._plan, schema=schema)
+        self._plan = self._make_plan(run_task, say)
         self._committed = CommittedRows(journal.record.done)
         self._committed_lately: list[Interval] = []
         """What the board has not been told."""
@@ -125,6 +105,29 @@ class RayPipeline:
         self._rows_before_round = 0
         self._bad_in_parts = 0
         """Those of the bad rows that the model or its preparation refused."""
+
+    def _make_plan(self, run_task: RunTask, say: Callable[[str], None]) -> ClusterPlan:
+        """What tasks and actors must know. Its schema may need the results of the first rows."""
+        columns = self._output.maker.columns
+        record = self._journal.record
+        plan = ClusterPlan(
+            job=self._job,
+            dataset=self._dataset,
+            context=run_task.context,
+            schema=columns.schema,
+            number=f"{record.next_number:05}",
+            mark=self._journal.mark_of_run,
+            repeated=frozenset(),
+            sharers=self._cluster.actors_of_node,
+            board=self._board,
+        )
+        if not columns.is_table or columns.schema is not None:
+            return plan
+        schema = self._cluster.call(columns_of_first_rows, plan, self._job.patience_s, say)
+        if schema is None:
+            return plan
+        columns.set_result(run_task.finisher.fields, schema)
+        return replace(plan, schema=schema)
 
     @property
     def columns(self) -> Sequence[str] | None:
