@@ -30,10 +30,6 @@ def sweep(
     types: list[str], *, jobs: int, timeout_s: float, ways: Sequence[Way] = WAYS
 ) -> list[Result]:
     """The results of all types, in their order; prints each as it comes."""
-    transformers.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
     found: dict[str, Result] = {}
     waiting = list(types)
     running: list[_Running] = []
@@ -95,7 +91,11 @@ def _ended(running: list[_Running]) -> list[_Running]:
 
 
 def _work(model_type: str, ways: Sequence[Way], connection: Connection) -> None:
-    """In the process of a type."""
+    """In the process of a type, where nothing is worth a line of the log."""
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     with tempfile.TemporaryDirectory() as folder:
         connection.send(_try_type(model_type, ways, Path(folder)))

@@ -1,5 +1,6 @@
 """The sweep over architectures: what it notes of a type, and the page that it writes."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_a_type_that_loads_and_one_that_cannot_be_made() -> None:
     assert llama.num_distinct > 10
     assert not assistant.loads
     assert assistant.not_made
+    assert not logging.root.manager.disable  # it is silent in its own processes alone
 
 
 def test_wrong_tokens_and_untyped_errors_are_faults() -> None:
