@@ -1,5 +1,6 @@
 """Who gets an adapter first: by tier, priority and age."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -137,6 +138,26 @@ def test_newcomers_do_not_pass_an_urgent_request(
         house.step()
         assert house.now < 1.0
     assert len(house.ends) == 3, "those that ran, and the urgent one"
+    house.drain()
+    house.check()
+
+
+def test_newcomers_queue_while_an_urgent_request_is_checked() -> None:
+    """Nobody makes way before its adapter has been checked: those that ran by then would go on."""
+    house = House(most=1, max_num_seqs=4)
+    running = house.submit("a", max_tokens=20)
+    while not house.streams:
+        house.step()
+    check = threading.Event()
+    house.files.gates["check b"] = check
+    key = house.submit("b", **URGENT)
+    for _ in range(5):
+        house.submit("a", max_tokens=20)
+        house.step()
+    assert house.streams.keys() == {running}
+    check.set()
+    house.drain(key)
+    assert house.ends.keys() <= {running, key}
     house.drain()
     house.check()
 

@@ -167,7 +167,8 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/making_way", "return self._has_target[tier_of_urgent]", "return True",
     ),
     "a step ahead delays an urgent prompt": (
-        "plan", "urgent is not None and self._to_preempt(urgent, self._hits(urgent))", "False",
+        "plan",
+        "urgent is not None and self._to_preempt(urgent, self._admitter.hits(urgent))", "False",
     ),
     "no bulk request is overdue": (
         "policy/tiers", "self._overdue[tier] += 1", "self._overdue[0] += 1",
