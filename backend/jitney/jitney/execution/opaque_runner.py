@@ -23,9 +23,9 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.low_rank import (
     AdapterSpan,
     Factors,
-    Hooks,
     LowRank,
     Site,
+    hook_layers,
     zero_factors,
 )
 from jitney.execution.machine import enter_device, is_out_of_memory, synchronize, to_device
@@ -157,7 +157,7 @@ class OpaqueRunner:
             if targets is not None:
                 num_logits = len(piece.ids)
             ids = to_device(piece.ids, self._device)
-            with Hooks(self._model.module, _spans(row, piece)):
+            with hook_layers(self._model.module, _spans(row, piece)):
                 computed = self._opaque.compute(ids, piece.start, cache, num_logits)
             cache = computed.cache
             logits = computed.logits

@@ -18,7 +18,7 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import find_children, layers_that_round_inputs
 from jitney.execution.support import named_lengths
-from jitney.kernels.fused.adapted import AdaptedForward
+from jitney.kernels.fused.adapted import AdaptedForward, AdaptedModules
 from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
 from jitney.kernels.fused.likeness import Likeness, likeness
@@ -57,6 +57,8 @@ is, it still finds a row of the table."""
 class FuseReport:
     """What was replaced, and why other modules stayed as they were."""
 
+    kernels: ModelKernels | None = None
+    """What fused modules are computed with. None: nothing is fused."""
     swapped: Counter[str] = field(default_factory=Counter)
     """Kind of module -> how many were replaced. Modules inside of a replaced layer do not count."""
     forward: FusedForward | None = None
@@ -75,12 +77,16 @@ class FuseReport:
         replaced."""
         self._log()
         faster = replace(model, weight_bytes=model.weight_bytes + self.added_bytes)
-        if self.forward is None:
+        if self.forward is not None:
+            faster = replace(faster, forward=self.forward)
+        if not model.sites or self.kernels is None:  # no adapters, or nothing is fused
             return faster
-        if not model.sites:  # no adapters
-            return replace(faster, forward=self.forward, fused=True)
-        adapted = AdaptedForward(self.forward, model.sites)
-        return replace(faster, forward=adapted, fused=True, sites=adapted.sites, pack=adapted.pack)
+        adapted: AdaptedForward | AdaptedModules
+        if self.forward is not None:
+            adapted = AdaptedForward(self.forward, model.sites)
+        else:
+            adapted = AdaptedModules(model.module, self.kernels, model.sites)
+        return replace(faster, forward=adapted, sites=adapted.sites, pack=adapted.pack)
 
     def _log(self) -> None:
         counts = ", ".join(f"{count} x {what}" for what, count in self.swapped.items())
@@ -174,7 +180,7 @@ class _Fuser:
     cannot be replaced."""
 
     def __init__(self, module: PreTrainedModel, kernels: ModelKernels, length: int) -> None:
-        self.report = FuseReport()
+        self.report = FuseReport(kernels)
         self._module: Any = module
         self._config: Any = module.config
         self._kernels = kernels
