@@ -15,7 +15,7 @@ from jitney.sampling_params import SamplingParams
 
 from benchmarks.architectures.tiny import make_config as make_tiny_config
 from benchmarks.architectures.tiny import make_model
-from tests.execution.drive import drive
+from tests.execution.drive import Driven, drive
 from tests.execution.generate import eager, expected_outputs, make_prompts
 from tests.execution.like_generate import options_for
 
@@ -96,6 +96,31 @@ def test_a_batch_has_the_tokens_of_torch(
     made = {key: runner.make_adapter(str(key), each) for key, each in enumerate(factors) if each}
     got = drive(runner, [(prompt, GREEDY) for prompt in prompts], adapters=made)
     runner.close()
+    assert_tokens_of_torch(folder, prompts, factors, got)
+
+
+def test_an_opaque_cache_of_latents(tmp_path: Path) -> None:
+    """Its module makes keys and values of the whole context anew in each pass."""
+    folder = tmp_path / "m"
+    make_model(make_tiny_config("deepseek_v32")).save_pretrained(folder)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    runner = load_runner(make_config(options_for(folder, adapters=str(adapters))))
+    assert runner.info.cache == "opaque"
+    prompts = make_prompts(5, 17)
+    factors = [make_factors(runner.sites, 4), {}]
+    made = {0: runner.make_adapter("0", factors[0])}
+    got = drive(runner, [(prompt, GREEDY) for prompt in prompts], adapters=made)
+    runner.close()
+    assert_tokens_of_torch(folder, prompts, factors, got)
+
+
+def assert_tokens_of_torch(
+    folder: Path,
+    prompts: list[list[int]],
+    factors: list[dict[str, Factors]],
+    got: Driven,
+) -> None:
     for key, prompt in enumerate(prompts):
         expected = tokens_of_torch(folder, prompt, factors[key])
         assert got.outputs[key, 0] == expected[0, 0]

@@ -10,6 +10,7 @@ where a sequence was interrupted. If a step raises, the caches of its rows are o
 the scheduler begins these sequences anew.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -157,7 +158,7 @@ class OpaqueRunner:
             if targets is not None:
                 num_logits = len(piece.ids)
             ids = to_device(piece.ids, self._device)
-            with hook_layers(self._model.module, _spans(row, piece)):
+            with hook_layers(self._model.module, _spans(row)):
                 computed = self._opaque.compute(ids, piece.start, cache, num_logits)
             cache = computed.cache
             logits = computed.logits
@@ -207,12 +208,13 @@ def _slot_of(row: Row) -> int:
     return row.slot
 
 
-def _spans(row: Row, piece: _Piece) -> list[AdapterSpan]:
-    """The piece's tokens that are under an adapter: all or none."""
+def _spans(row: Row) -> list[AdapterSpan]:
+    """Whatever the row's passes compute is under its adapter, if it has one. That may be more than
+    the pass's tokens: with latents, some modules make keys and values of the whole context anew."""
     if row.adapter is None:
         return []
     assert isinstance(row.adapter, LowRank)
-    return [AdapterSpan(0, len(piece.ids), row.adapter)]
+    return [AdapterSpan(0, sys.maxsize, row.adapter)]
 
 
 def _pieces(row: Row) -> Iterator[_Piece]:
