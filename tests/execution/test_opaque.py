@@ -3,6 +3,7 @@ its ``generate`` whatever batch, chunks, preemption, forks, failures and replays
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -349,9 +350,11 @@ def test_options_that_cannot_hold_are_refused(
 
 def test_options_of_speed_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"speculation": {"drafter": "ngram"}, "prefix_caching": True, "fuse": True}
+    caplog.set_level(logging.INFO, logger="jitney")
     case = make_case(tmp_path, TRUNK, **options)
     assert "option speculation has no effect" in caplog.text
     assert "one sequence at a time" in caplog.text
+    assert re.search(r"cache opaque \(\d+\.\d times as long for 8 sequences", caplog.text)
     engine = _engine(case, **options)
     for key in (0, 1):
         engine.send(Submit(key=key, prompt=case.prompts[2], params=GREEDY, arrival=0.0))

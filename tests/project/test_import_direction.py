@@ -68,7 +68,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {"llm"},
     "cli": {"engine"},
     # The neighbours. None of the rooms above names one of them.
-    "jitney_server": {"addresses", "cgroups", "config", "errors", "server_log", "stop_signals"},
+    "jitney_server": {
+        "addresses",
+        "cgroups",
+        "config",
+        "engine",
+        "errors",
+        "read_config",
+        "server_log",
+        "stop_signals",
+    },
     "jitney_gateway": {"addresses", "text", "tracing"},
     "jitney_measure": {"jitney_server", "core", "engine", "access", "read_config"},
     "jitney_jobs": {"jitney_gateway", "jitney_measure", "llm"},

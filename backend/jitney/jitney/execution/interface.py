@@ -193,6 +193,11 @@ class LayerSpec:
         return self.head_size if self.value_size is None else self.value_size
 
     @property
+    def has_index(self) -> bool:
+        """Whether it keeps latents, and keys of an index beside them."""
+        return self.has_latents and self.cached_value_size > 0
+
+    @property
     def is_paged(self) -> bool:
         """Whether the layer keeps K and V: see :data:`UNPAGED`."""
         return self.num_kv_heads > 0
@@ -206,7 +211,9 @@ number is its index among the caches."""
 def kind_of_cache(layers: Sequence[LayerSpec], *, has_states: bool) -> str:
     """``ModelInfo.cache`` of a model that is not opaque."""
     kinds = []
-    if any(layer.has_latents for layer in layers):
+    if any(layer.has_index for layer in layers):
+        kinds.append("indexed")
+    elif any(layer.has_latents for layer in layers):
         kinds.append("latents")
     if any(layer.is_paged and not layer.has_latents for layer in layers):
         kinds.append("paged")

@@ -414,6 +414,9 @@ def make_runner(
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
     what = f"a {model.config.model_type} of {info.num_parameters:,} parameters in {info.dtype}"
     where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
+    cache = f"cache {info.cache}"
     if model.states is not None:
-        where += f", states of {len({key.layer for key in model.states.shapes})} layers in slots"
-    _log.info("loaded %s %s, in %.1f s", what, where, seconds)
+        cache += f" ({len({key.layer for key in model.states.shapes})} layers in slots)"
+    if info.slowdown != 1.0:
+        cache += f" ({info.slowdown:.1f} times as long for 8 sequences as in one pass)"
+    _log.info("loaded %s %s, %s, in %.1f s", what, where, cache, seconds)
