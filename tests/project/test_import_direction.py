@@ -307,7 +307,7 @@ def test_the_rule_reads_every_form_of_import_and_strings() -> None:
         "jitney.messages": "from jitney import engine",
         "jitney.engine.supervisor": "LOADER = 'jitney.kernels.cpu.ahead:compile_ahead'",
         "jitney.engine.process": "command = f'-m jitney_jobs.worker {1}'",
-        "jitney_server.server": "from jitney.core.scheduler import Scheduler",
+        "jitney_server.server": "from jitney.execution.runner import TorchRunner",
         "jitney_jobs.job": "LOADER = 'export.onnx_model'",
     }
     for module, source in cases.items():
