@@ -15,7 +15,7 @@ from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.execution.load_opaque import plan_opaque
 from jitney.execution.low_rank import zero_factors
 from jitney.execution.memory import logits_bytes
-from jitney.execution.opaque import OpaqueModule
+from jitney.execution.opaque import Computed, OpaqueModule
 from jitney.execution.opaque_runner import OpaqueRunner
 from jitney.execution.support import context_length
 from jitney.messages import Cancel, Emitted, Finished, Submit, Tokens
@@ -230,6 +230,35 @@ def test_prompt_logprobs(case: Case) -> None:
             assert entry.token_id == prompt[position]
             assert entry.logprob == pytest.approx(
                 float(right[position - 1, prompt[position]]), abs=1e-3
+            )
+
+
+def test_logits_of_few_tokens_are_held_at_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over the beginning of a prompt give those of its first tokens."""
+    params = replace(GREEDY, prompt_logprobs=1)
+    requests = [(prompt, params) for prompt in case.prompts]
+    right = drive(case.runner, requests, max_num_seqs=8)
+    compute = OpaqueModule.compute
+    held = set()
+
+    def note(self: OpaqueModule, *arguments: object) -> Computed:
+        computed = compute(self, *arguments)  # type: ignore[arg-type]
+        held.add(len(computed.logits))
+        return computed
+
+    monkeypatch.setattr(OpaqueModule, "compute", note)
+    monkeypatch.setattr(case.runner, "_most_logits", 7)
+    driven = drive(case.runner, requests, max_num_seqs=8)
+    assert max(held) == (7 if case.runner._opaque.takes_num_logits else max(LENGTHS))
+    assert driven.outputs == right.outputs
+    for key in range(len(requests)):
+        own = prompt_logprobs_of(right, key).logprobs
+        for got, expected in zip(prompt_logprobs_of(driven, key).logprobs, own, strict=True):
+            assert [each.token_id for each in got or []] == [
+                each.token_id for each in expected or []
+            ]
+            assert [each.logprob for each in got or []] == pytest.approx(
+                [each.logprob for each in expected or []], abs=1e-4
             )
 
 

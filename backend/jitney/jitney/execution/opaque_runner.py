@@ -30,14 +30,15 @@ from jitney.execution.low_rank import (
     zero_factors,
 )
 from jitney.execution.machine import enter_device, is_out_of_memory, synchronize, to_device
-from jitney.execution.opaque import OpaqueCache
+from jitney.execution.opaque import Computed, OpaqueCache
 from jitney.execution.row_samples import (
     LogitsPlan,
+    PromptTargets,
     RowPromptLogprobs,
     logprobs_in_pass,
     plan_logits,
 )
-from jitney.execution.runner import PendingStep, sample_rows
+from jitney.execution.runner import LOGITS_FLOATS, PendingStep, sample_rows
 from jitney.messages import ModelInfo
 
 
@@ -47,6 +48,14 @@ class _Piece(NamedTuple):
     start: int
     """Position of the first."""
     ids: list[int]
+
+
+class _Pass(NamedTuple):
+    """What a pass over a piece, or over its first tokens, gave."""
+
+    first: int
+    """The first token of the piece of which there are logits; those behind it have some, too."""
+    computed: Computed
 
 
 @dataclass(slots=True)
@@ -73,6 +82,8 @@ class OpaqueRunner:
         self._device = model.device
         self._caches: dict[int, OpaqueCache] = {}
         """By slot."""
+        self._most_logits = max(1, LOGITS_FLOATS // info.vocab_size)
+        """How many tokens may have logits at once."""
 
     # ------------------------------------------------------------------ steps
 
@@ -154,21 +165,43 @@ class OpaqueRunner:
         targets = plan.targets.get(r)
         logits = None
         for piece in _pieces(row):
-            num_logits = 1
-            if targets is not None:
-                num_logits = len(piece.ids)
-            ids = to_device(piece.ids, self._device)
             with hook_layers(self._model.module, _spans(row)):
-                computed = self._opaque.compute(ids, piece.start, cache, num_logits)
+                for each in self._passes(piece, cache, all_logits=targets is not None):
+                    computed = each.computed
+                    if targets is not None:
+                        first = targets.first + piece.start - row.start + each.first
+                        found.prompt_logprobs[r] += self._read(targets, computed.logits, first)
             cache = computed.cache
             logits = computed.logits
-            if targets is not None:
-                first = targets.first + piece.start - row.start
-                found.prompt_logprobs[r] += logprobs_in_pass(targets, logits, first)
         self._caches[slot] = cache
         if row.sample:
             assert logits is not None
             found.sampled.append(logits[-1:])
+
+    def _passes(self, piece: _Piece, cache: OpaqueCache, *, all_logits: bool) -> Iterator[_Pass]:
+        """Compute a piece: the last pass has its cache.
+
+        ``all_logits``: together the passes give the logits of all tokens. As these may not fit into
+        memory at once, passes over the first tokens alone come before, each with the logits of its
+        last tokens. (A module that cannot leave out the others gives all of them in one pass.)"""
+        ids = to_device(piece.ids, self._device)
+        first = len(ids) - 1
+        if all_logits:
+            first = 0
+        while self._opaque.takes_num_logits and len(ids) - first > self._most_logits:
+            end = first + self._most_logits
+            own = self._opaque.copy(cache)
+            yield _Pass(first, self._opaque.compute(ids[:end], piece.start, own, end - first))
+            first = end
+        yield _Pass(first, self._opaque.compute(ids, piece.start, cache, len(ids) - first))
+
+    def _read(self, targets: PromptTargets, logits: Tensor, first: int) -> RowPromptLogprobs:
+        """As ``logprobs_in_pass``, a part of the logits at a time: it makes copies of them."""
+        read: RowPromptLogprobs = []
+        for part in logits.split(self._most_logits):
+            read += logprobs_in_pass(targets, part, first)
+            first += len(part)
+        return read
 
     def _copy_caches(self, copies: list[tuple[int, int]]) -> None:
         """All sources are read before any destination is written."""
