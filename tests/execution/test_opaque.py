@@ -213,6 +213,21 @@ def _run(engine: Engine) -> dict[int, list[int]]:
     return streams
 
 
+def test_a_long_step_is_not_silent(
+    trunk: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A record after each layer, once the step has taken long: the watchdog takes it for progress,
+    as ``tests/engine/test_watchdog.py`` shows of a step that compiles."""
+    caplog.set_level(logging.INFO, logger="jitney")
+    drive(trunk.runner, trunk.requests[:1])
+    assert "goes on" not in caplog.text
+    monkeypatch.setattr("jitney.execution.opaque_runner._SILENCE_S", 0.0)
+    params = replace(GREEDY, max_tokens=1)
+    drive(trunk.runner, [(trunk.prompts[2], params)])
+    layers = trunk.runner._model.config.num_hidden_layers
+    assert caplog.text.count("a step of 17 tokens goes on after 0 s") == layers == 2
+
+
 # ---------------------------------------------------------------------- what comes with tokens
 
 

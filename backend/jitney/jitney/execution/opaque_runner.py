@@ -10,7 +10,9 @@ where a sequence was interrupted. If a step raises, the caches of its rows are o
 the scheduler begins these sequences anew.
 """
 
+import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,6 +43,11 @@ from jitney.execution.row_samples import (
 from jitney.execution.runner import LOGITS_FLOATS, PendingStep, sample_rows
 from jitney.messages import ModelInfo
 
+_log = logging.getLogger(__name__)
+
+_SILENCE_S = 5.0
+"""A step that takes longer says so each time."""
+
 
 class _Piece(NamedTuple):
     """Tokens of a row that one pass computes."""
@@ -48,6 +55,31 @@ class _Piece(NamedTuple):
     start: int
     """Position of the first."""
     ids: list[int]
+
+
+class _Progress:
+    """Says in the log that a step goes on, if it takes long: an uncut prompt may take minutes, and
+    so may the passes of an output that is computed again. The watchdog ends an engine that is
+    silent for too long; a log record ends the silence."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._said = 0.0
+        self._tokens = 0
+
+    def begin(self, batch: Batch) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+        self._said = self._began
+        self._tokens = sum(len(row.token_ids) for row in batch.rows)
+
+    def note(self) -> None:
+        """A part of it has been computed."""
+        now = time.monotonic()
+        if now - self._said >= _SILENCE_S:
+            self._said = now
+            seconds = now - self._began
+            _log.info("a step of %d tokens goes on after %.0f s", self._tokens, seconds)
 
 
 class _Pass(NamedTuple):
@@ -80,6 +112,8 @@ class OpaqueRunner:
         self._model = model
         self._opaque = model.opaque
         self._device = model.device
+        self._progress = _Progress()
+        self._opaque.after_each_layer(self._progress.note)
         self._caches: dict[int, OpaqueCache] = {}
         """By slot."""
         self._most_logits = max(1, LOGITS_FLOATS // info.vocab_size)
@@ -130,6 +164,7 @@ class OpaqueRunner:
         self._caches.clear()
 
     def _launch(self, batch: Batch) -> PendingStep:
+        self._progress.begin(batch)
         rows = list(batch.rows)
         # The blocks that account for these caches may be in use for others by now.
         for slot in batch.released_slots:
