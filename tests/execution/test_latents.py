@@ -9,7 +9,7 @@ import pytest
 import torch
 from jitney.batch import Row
 from jitney.engine.assemble import load_model, load_runner, weigh
-from jitney.errors import ConfigError, UnsupportedModelError
+from jitney.errors import UnsupportedModelError
 from jitney.execution import latents, memory
 from jitney.execution.attention import AttentionMetadata, build_metadata
 from jitney.execution.interface import AttentionCall, LayerSpec, kind_of_cache
@@ -215,15 +215,12 @@ def test_adapters_keep_keys_and_values(tmp_path: Path, caplog: pytest.LogCapture
     assert weigh(config).block == times * without.block
 
 
-def test_an_index_with_adapters_is_opaque(tmp_path: Path) -> None:
-    """It chooses among latents, which an adapter may change."""
+@pytest.mark.parametrize("option", ["adapters", "batch_invariant"])
+def test_an_index_is_opaque(tmp_path: Path, option: str) -> None:
+    """It chooses among latents, which an adapter may change, and whose scores depend on the batch
+    in their last bits."""
     folder = make_type(tmp_path / "m", "deepseek_v32", **SPARSE)
-    config = make_config(options_for(folder, adapters=str(tmp_path)))
+    value = str(tmp_path) if option == "adapters" else True
+    config = make_config(options_for(folder, **{option: value}))
     assert load_model(config).opaque is not None
     assert weigh(config).cache == "opaque"
-
-
-def test_an_index_is_not_batch_invariant(tmp_path: Path) -> None:
-    folder = make_type(tmp_path, "deepseek_v32", **SPARSE)
-    with pytest.raises(ConfigError, match="attends with an index"):
-        load_runner(make_config(options_for(folder, batch_invariant=True)))

@@ -30,7 +30,7 @@ from jitney.kernels.fused.recognise import (
     layer_children,
     mlp_children,
 )
-from jitney.kernels.fused.rotary import Rotary, rotary_table
+from jitney.kernels.fused.rotary import SURPLUS, Rotary, rotary_table
 from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
@@ -47,10 +47,6 @@ from jitney.kernels.fused.trial import (
 from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
 
 _log = logging.getLogger(__name__)
-
-_SURPLUS = 64
-"""Positions of a rotary table beyond the longest sequence. No token should be planned there; if one
-is, it still finds a row of the table."""
 
 
 @dataclass
@@ -380,7 +376,7 @@ class _Fuser:
         index_of_table: dict[_LayerRotary, int] = {}
         for layer in layers:
             index_of_table.setdefault(self._rotary_of[layer], len(index_of_table))
-        length = self._length + _SURPLUS
+        length = self._length + SURPLUS
         fused = FusedForward(
             embed=embed,
             layers=layers,
