@@ -293,6 +293,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     one for each sequence."""
     num_slots: int = 0
     """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
+    num_snapshots: int = 0
+    """Slots beside these, for snapshots (see ``core.snapshots``); 0: none are kept."""
     chunking: Chunking = "any"
     slowdown: float = 1.0
     """With opaque caches: how much longer eight sequences take, one after the other, than eight
