@@ -318,6 +318,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """One KV block."""
     slot: int = 0
     """Of one slot: what a running sequence takes beside its blocks. 0: nothing."""
+    snapshots: bool = False
+    """Whether some slots are for snapshots (see ``core.snapshots``). Models with states that go on
+    after one by single tokens alone have none, too, but that shows only at load."""
     cache: str = "paged"
     """The kind of the cache: see :class:`ModelInfo`."""
     step_token: int
