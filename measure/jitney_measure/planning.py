@@ -31,6 +31,8 @@ _SLOT_SHARE = 1 / 4
 """Slots may take this share of the cache, even if fewer tokens are left beside each."""
 _SNAPSHOT_SHARE = 1 / 8
 """What slots for snapshots may take of the cache, as in the engine."""
+_SEQUENCE_SNAPSHOTS = 4
+"""The most of them for each sequence that may run."""
 _FIRST_BUDGET = 512
 """The token budget with which the choice begins."""
 _MIN_BUDGET = 256
@@ -206,7 +208,8 @@ class _Choice:
         most_blocks = math.ceil(self.context / self.config.block_size)
         beside_one = max(0, cache - footprint.slot - most_blocks * footprint.block)
         share = int(cache * _SNAPSHOT_SHARE)
-        return min(batch.seqs, min(share, beside_one) // footprint.slot)
+        most = _SEQUENCE_SNAPSHOTS * batch.seqs
+        return min(most, min(share, beside_one) // footprint.slot)
 
     def _num_slots(self, batch: _Batch, cache: int) -> int:
         """The slots of a cache of so many bytes. As in the engine, each has blocks beside it."""

@@ -269,6 +269,11 @@ SNAPSHOT_FAULTS: dict[str, tuple[str, ...]] = {
         "last_position = len(sequence.prompt) - 1",
         "last_position = len(sequence.prompt)",
     ),
+    "what is executed again begins with nothing": (
+        "plan",
+        "                hits = self._admitter.hits(sequence)\n",
+        "                hits = []\n",
+    ),
     "snapshots are ever so near": ("borders", "max(self._every, ", "max(0, "),
     "a long sequence makes ever so many": ("borders", "border // self._most_equal", "0"),
     "short prompts get snapshots": ("borders", ">= self._least", ">= 0"),

@@ -1,10 +1,11 @@
 """Snapshots of slots: a prompt that was computed before, or begins like one, goes on from a copy of
 a snapshot, and so does a preempted sequence. No sequence ever waits for a snapshot's slot."""
 
+import msgspec
 import pytest
 from jitney.core.borders import Borders
 from jitney.core.slots import Slots
-from jitney.messages import Finished
+from jitney.messages import Emitted, Finished
 
 from tests.core.play import Play, check_streams
 from tests.core.test_overlap_faults import Once
@@ -247,6 +248,22 @@ def test_a_preempted_sequence_begins_at_its_last_snapshot() -> None:
     assert all(row.start > 0 for row in again)
 
 
+def test_a_resumed_request_begins_at_a_snapshot() -> None:
+    """As after the end of an engine, in which others have run since."""
+    play = with_snapshots()
+    served(play, PROMPT)
+    key = play.submit(PROMPT, max_tokens=9)
+    (right,) = play.run_alone(key)
+    message = msgspec.structs.replace(
+        play.submits[key], key=99, emitted=[Emitted(ids=right[:4])], first_token=0.0
+    )
+    play.engine.send(message)
+    play.drain()
+    assert play.streams[99, 0] == right[4:]
+    rows = [row for batch in play.batches for row in batch.rows if row.key == 99]
+    assert rows[0].start == 12
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("at", range(1, 10))
 def test_a_failed_step_keeps_no_snapshot(at: int, overlap: bool) -> None:
@@ -256,6 +273,15 @@ def test_a_failed_step_keeps_no_snapshot(at: int, overlap: bool) -> None:
     check_streams(play, *keys)
     slots = play.scheduler.live.slots
     assert slots.num_free + len(slots.snapshots) == slots.num_slots
+
+
+def test_a_row_that_is_executed_again_begins_at_its_snapshot() -> None:
+    play = with_snapshots()
+    served(play, PROMPT)
+    play.batches = []
+    play.runner.faults = Once(1)
+    assert cached(play, PROMPT) == 12
+    assert play.rows(0) == play.rows(1) == [(1, 0, 12, 14)]
 
 
 def test_a_request_that_fails_in_its_row_leaves_no_snapshot() -> None:

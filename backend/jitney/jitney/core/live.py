@@ -137,9 +137,9 @@ class LiveRequests:
         self.wait(sequence, now)
 
     def restart_reverted(self, now: float) -> None:
-        """Preempt the sequences of reverted steps that hold slots: they begin anew from token 0. A
-        step that fails may have computed some of its rows, and what a slot holds cannot be taken
-        back by a token. No step may be in flight."""
+        """Preempt the sequences of reverted steps that hold slots: they begin anew, from token 0 or
+        a snapshot. A step that fails may have computed some of its rows, and what a slot holds
+        cannot be taken back by a token. No step may be in flight."""
         assert not self.in_flight
         for sequence in self.to_restart:
             # It may have ended meanwhile, or stand in the list twice.

@@ -149,9 +149,10 @@ class Planner:
         for sequence in sequences:
             if not plan.tokens_left:
                 break
-            waits = sequence.state is SequenceState.WAITING
-            if waits and not self._admitter.admit(plan, sequence, hits=[]):
-                continue
+            if sequence.state is SequenceState.WAITING:
+                hits = self._admitter.hits(sequence)
+                if not self._admitter.admit(plan, sequence, hits):
+                    continue
             count = sequence.num_tokens - sequence.num_planned
             if self._cuts_prompts:
                 self._plan_known(plan, sequence, min(count, plan.tokens_left))

@@ -383,12 +383,11 @@ def _needs_of(
         steps = memory.estimate_steps(model, info.max_num_batched_tokens, config.most_samples)
     slot_bytes = 0
     most_slots = 0
-    most_snapshots = 0
+    keeps_snapshots = False
     if model.states is not None:
         slot_bytes = model.states.slot_bytes
         most_slots = most_running
-        if config.prefix_caching and model.states.goes_on_in_chunks:
-            most_snapshots = most_running
+        keeps_snapshots = config.prefix_caching and model.states.goes_on_in_chunks
     return memory.Needs(
         device=model.device,
         max_model_len=model.max_model_len,
@@ -398,7 +397,7 @@ def _needs_of(
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
         slot_bytes=slot_bytes,
         most_slots=most_slots,
-        most_snapshots=most_snapshots,
+        keeps_snapshots=keeps_snapshots,
     )
 
 

@@ -33,6 +33,8 @@ _SNAPSHOT_SHARE = 1 / 8
 """Snapshots get this share of the cache at most, for when all sequences run: else they are also in
 the slots that no sequence holds. So at worst an eighth fewer tokens fit, and that many sequences
 are preempted earlier; but a sequence that is preempted begins again at a snapshot."""
+_SEQUENCE_SNAPSHOTS = 4
+"""There are at most so many snapshots for each sequence that may run, however small they are."""
 _SPARE_SHARE = 1 / 64
 """This share of the free memory stays unused, unless ``kv_cache_bytes`` is set. An engine that
 replaces this one after a crash must get a cache of the same size, and may find a little less memory
@@ -115,8 +117,8 @@ class Needs:
     """Of one slot (see ``core.slots``): what a sequence keeps beside its blocks."""
     most_slots: int = 0
     """How many sequences may run, if each holds a slot; 0: the model has no slots."""
-    most_snapshots: int = 0
-    """How many snapshots of slots are of use; 0: none are kept."""
+    keeps_snapshots: bool = False
+    """Whether snapshots of slots are kept."""
 
     @property
     def beside_cache(self) -> int:
@@ -161,11 +163,11 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
 def _num_snapshots(config: EngineConfig, needs: Needs, size: int) -> int:
     """How many slots a cache of this size has for snapshots: as many as fit into
     ``_SNAPSHOT_SHARE`` of it, and beside a sequence of full length."""
-    if not needs.most_snapshots:
+    if not needs.keeps_snapshots:
         return 0
     share = int(size * _SNAPSHOT_SHARE)
     beside_one = max(0, size - _longest_bytes(config, needs))
-    return min(needs.most_snapshots, min(share, beside_one) // needs.slot_bytes)
+    return min(_most_snapshots(needs), min(share, beside_one) // needs.slot_bytes)
 
 
 def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
@@ -228,8 +230,13 @@ def _default_share(device: torch.device, available: int) -> int:
 
 def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
     """The size of a cache that ``max_num_seqs`` sequences of full length fill, and snapshots."""
-    snapshots = needs.most_snapshots * needs.slot_bytes
+    snapshots = _most_snapshots(needs) * needs.slot_bytes
     return config.max_num_seqs * _longest_bytes(config, needs) + snapshots
+
+
+def _most_snapshots(needs: Needs) -> int:
+    """How many snapshots are of use."""
+    return _SEQUENCE_SNAPSHOTS * needs.most_slots if needs.keeps_snapshots else 0
 
 
 def _longest_bytes(config: EngineConfig, needs: Needs) -> int:
