@@ -384,7 +384,7 @@ class Traffic(RuleBasedStateMachine):
         assert all(one.terminal is not None for one in self.requests.values())
         assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
         slots = self.engine.scheduler.live.slots
-        assert slots.num_free + len(slots.snapshots) == slots.num_slots, "a slot leaked"
+        assert slots.num_free + len(slots.snapshots) == slots.total, "a slot leaked"
         assert self.runner.in_flight == []
         assert self.engine.step() is None
         pool = self.pool

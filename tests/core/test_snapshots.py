@@ -272,7 +272,7 @@ def test_a_failed_step_keeps_no_snapshot(at: int, overlap: bool) -> None:
     play.drain()
     check_streams(play, *keys)
     slots = play.scheduler.live.slots
-    assert slots.num_free + len(slots.snapshots) == slots.num_slots
+    assert slots.num_free + len(slots.snapshots) == slots.total
 
 
 def test_a_row_that_is_executed_again_begins_at_its_snapshot() -> None:

@@ -196,6 +196,7 @@ def assert_planned(case: Case) -> None:
     assert case.runner._model.states is not None
     assert footprint.slot == case.runner._model.states.slot_bytes > 0
     assert footprint.cache == info.cache
+    assert footprint.snapshots
     assert info.num_slots == 8
     assert info.num_snapshots in (0, 4 * 8)
     slots = (info.num_slots + info.num_snapshots) * footprint.slot

@@ -342,6 +342,7 @@ class Planner:
         when the sequence was admitted."""
         start = sequence.num_planned
         count = min(sequence.num_tokens - start, most)
+        # It ends early where a snapshot is to be made.
         count = self._borders.end_of_chunk(sequence, start + count) - start
         # A sequence that was just admitted may have only its last token left to compute: that is a
         # decode.

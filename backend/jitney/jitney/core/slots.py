@@ -14,7 +14,7 @@ them: the least recently used is evicted. There are some slots more than sequenc
 snapshots stay when all of them do. A snapshot is *begun* when a step is planned that makes it, and
 found by its key once that step is complete.
 
-Without slots (``num_slots`` is 0) nobody holds any, and none is ever short.
+Without slots (``total`` is 0) nobody holds any, and none is ever short.
 """
 
 from collections import Counter
@@ -24,22 +24,21 @@ from jitney.core.snapshots import Snapshots
 
 
 class Slots:
-    """Slot numbers 0 … ``num_slots`` − 1.
+    """Slot numbers 0 … ``total`` − 1.
 
     Every operation that can run out of slots changes nothing when it does.
     """
 
     def __init__(self, num_slots: int, num_snapshots: int = 0) -> None:
-        """``num_snapshots`` slots are added for snapshots."""
+        """At most ``num_slots`` sequences run. ``num_snapshots``: slots beside theirs."""
         assert num_slots >= 0
-        self.num_slots = num_slots + num_snapshots
-        """All of them."""
-        self.snapshots = Snapshots()
+        self.total = num_slots + num_snapshots
         self.num_snapshots = num_snapshots
         """So many snapshots there is always room for. 0: none are kept."""
+        self.snapshots = Snapshots()
         # The sequence or the snapshot, if any, plus the copies from the slot.
-        self._holders = [0] * self.num_slots
-        self._free = list(range(self.num_slots - 1, -1, -1))  # a stack: the warmest slot first
+        self._holders = [0] * self.total
+        self._free = list(range(self.total - 1, -1, -1))  # a stack: the warmest slot first
         self._begun: set[int] = set()  # of snapshots whose step is not complete
         self._pending_copies: dict[int, int] = {}  # destination -> source of copies not yet made
         # Free slots that no step has named yet. At first all: the runner may still keep what an
@@ -51,7 +50,7 @@ class Slots:
     @property
     def is_used(self) -> bool:
         """Whether sequences of this model hold slots."""
-        return self.num_slots > 0
+        return self.total > 0
 
     @property
     def is_short(self) -> bool:
@@ -185,7 +184,7 @@ class Slots:
             owners[slot] += 1
         owners.update(self._pending_copies.values())
         free = Counter(self._free)
-        for slot in range(self.num_slots):
+        for slot in range(self.total):
             assert self._holders[slot] == owners[slot], f"slot {slot} has other holders"
             is_free = owners[slot] == 0
             assert free[slot] == int(is_free), f"slot {slot} is lost, or free and held"
