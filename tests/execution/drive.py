@@ -50,6 +50,7 @@ def drive(
         max_model_len=info.max_model_len,
         max_num_batched_tokens=budget,
         num_slots=num_slots or info.num_slots,
+        num_snapshots=info.num_snapshots,
         chunking=info.chunking,
         forks_share_blocks=info.cache != "opaque",
     )

@@ -294,6 +294,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sequence."""
     num_slots: int = 0
     """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
+    num_snapshots: int = 0
+    """Slots beside these, for snapshots (see ``core.snapshots``); 0: none are kept."""
     chunking: Chunking = "any"
     slowdown: float = 1.0
     """With opaque caches: how much longer eight sequences take, one after the other, than eight
@@ -317,6 +319,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """One KV block."""
     slot: int = 0
     """Of one slot: what a running sequence takes beside its blocks. 0: nothing."""
+    snapshots: bool = False
+    """Whether some slots are for snapshots (see ``core.snapshots``). Models with states that go on
+    after one by single tokens alone have none, too, but that shows only at load."""
     cache: str = "paged"
     """The kind of the cache: see :class:`ModelInfo`."""
     expansion: float = 1.0

@@ -320,7 +320,8 @@ def allocate(
     try:
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
         if model.states is not None:
-            states = StateSlots(model.states, ledger.num_slots, model.device)
+            num_slots = ledger.num_slots + ledger.num_snapshots
+            states = StateSlots(model.states, num_slots, model.device)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
             draft_inputs = setup.inputs(ledger.num_blocks, ledger.block_size)
@@ -362,6 +363,13 @@ def _needs_of(
         copied_rank = target.accelerator.copied_rank(model, config.max_adapter_rank)
     if steps is None:
         steps = memory.estimate_steps(model, info.max_num_batched_tokens, config.most_samples)
+    slot_bytes = 0
+    most_slots = 0
+    keeps_snapshots = False
+    if model.states is not None:
+        slot_bytes = model.states.slot_bytes
+        most_slots = most_running
+        keeps_snapshots = config.prefix_caching and model.states.goes_on_in_chunks
     return memory.Needs(
         device=model.device,
         max_model_len=model.max_model_len,
@@ -369,8 +377,9 @@ def _needs_of(
         block_bytes=memory.block_bytes(model.layers, config.block_size, dtype),
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
-        slot_bytes=0 if model.states is None else model.states.slot_bytes,
-        most_slots=0 if model.states is None else most_running,
+        slot_bytes=slot_bytes,
+        most_slots=most_slots,
+        keeps_snapshots=keeps_snapshots,
     )
 
 
@@ -391,6 +400,7 @@ def make_runner(
         num_blocks=ledger.num_blocks,
         kv_cache_bytes=ledger.cache,
         num_slots=ledger.num_slots,
+        num_snapshots=ledger.num_snapshots,
     )
     if target.accelerator is None or allocation.states is not None:
         runner = TorchRunner(target.model, allocation.caches, info, states=allocation.states)
@@ -416,7 +426,10 @@ def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
     where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
     cache = f"cache {info.cache}"
     if model.states is not None:
-        cache += f" ({len({key.layer for key in model.states.shapes})} layers in slots)"
+        in_slots = f"{len({key.layer for key in model.states.shapes})} layers in slots"
+        if not info.num_snapshots:
+            in_slots += ", no prefix cache"
+        cache += f" ({in_slots})"
     if info.slowdown != 1.0:
         cache += f" ({info.slowdown:.1f} times as long for 8 sequences as in one pass)"
     _log.info("loaded %s %s, %s, in %.1f s", what, where, cache, seconds)

@@ -240,6 +240,8 @@ class TorchRunner:
             # Before the model reads the ids, and before this step replaces ``_sampled``.
             self._insert_carried(rows, ids, meta)
         found = self._compute_logits(rows, ids, meta)
+        if self._states is not None:
+            self._states.copy(batch.snapshots)
         samples = sample_rows(rows, found.logits, found.sampled_from)
         if self.info.overlap:
             # The next step may be launched before this one is over: its rows take tokens from here.

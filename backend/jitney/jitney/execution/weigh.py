@@ -181,6 +181,7 @@ def _weigh_paged(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Wei
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
         slot=kept.slot_bytes,
+        snapshots=config.prefix_caching and kept.slot_bytes > 0,
         cache=interface.kind_of_cache(kept.layers, has_states=kept.slot_bytes > 0),
         expansion=expansion(module, kept.layers, cache_dtype),
         step_token=without_logits,
