@@ -113,11 +113,10 @@ def _weigh_opaque(config: EngineConfig, tools: LoadTools, judged: Judged) -> _We
     if weight_format is not None:
         weights = weight_format.loaded_bytes(module)
     sizes = cache_sizes(OpaqueModule(module), judged.max_model_len)
-    if sizes is None:  # it cannot run on the meta device: as if all layers had keys and values
+    if sizes is None:
+        # It cannot run on the meta device: as if all layers had latents, or keys and values.
         text_config = judged.config.get_text_config(decoder=True)
-        layers = _stated_layers(
-            text_config, support.layer_windows(text_config), keeps_latents=False
-        )
+        layers = _stated_layers(text_config, support.layer_windows(text_config), keeps_latents=True)
         sizes = CacheSizes(memory.block_bytes(layers, 1, judged.dtype), fixed=0)
     vocab_size = len(probe.embedding_weight(module))
     hidden_size = judged.config.get_text_config(decoder=True).hidden_size
