@@ -25,6 +25,7 @@ from torch import Tensor
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, reader, record
 from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, ceil_div
+from jitney.kernels.cpu.gate_kernel import NORM_NONE, GateCall, compiled_gate
 from jitney.kernels.cpu.simd import (
     ONE,
     ZERO,
@@ -279,6 +280,11 @@ class CpuAttentionLayer:
         self.form = form
         self.machine_code = kernel
         self._dtype = dtype
+        self._gate: Kernel | None = None
+        if form.is_gated:
+            if form.query_heads * form.head_size % LANES != 0:
+                raise Misfit(f"its gates are no multiple of {LANES}")
+            self._gate = compiled_gate(dtype)
         self._row_bytes = (form.query_heads + form.key_heads) * form.head_size * dtype.itemsize
         self._call = NormRotaryCall(
             rows_per_item=_ROWS_PER_ITEM,
@@ -296,7 +302,38 @@ class CpuAttentionLayer:
         """See :data:`fused.forms.AttentionKernel`. All are in the dtype of the model."""
         self.norm_and_rotate(qkv, cos, sin)
         query, key, value = self.form.split(qkv)
-        return paged(self.form.call(query, key, value))
+        attended = paged(self.form.call(query, key, value))
+        if self._gate is None:
+            return attended
+        attended = attended.contiguous()
+        call = self.gate_call(qkv, attended.data_ptr())
+        call.count = len(qkv)
+        self._gate.run(call, 1)
+        return attended
+
+    def gate_call(self, qkv: Tensor, attended: int) -> GateCall:
+        """The arguments of the gates' kernel, which changes the results of attention at this
+        address in place; ``count`` is still to be set."""
+        assert self.form.is_gated
+        size = self._dtype.itemsize
+        width = self.form.query_heads * self.form.head_size
+        return GateCall(
+            tokens_per_item=1,
+            x=attended,
+            x_stride=width * size,
+            gate=qkv.data_ptr() + self.form.gate_offset * size,
+            gate_stride=qkv.stride(0) * size,
+            out=attended,
+            out_stride=width * size,
+            groups=1,
+            group_size=width,
+            norm=NORM_NONE,
+        )
+
+    @property
+    def gate(self) -> Kernel | None:
+        """The kernel of the gates; None: there are none."""
+        return self._gate
 
     def norm_and_rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Normalise and rotate query and key heads in place."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.execution.low_rank import AdapterSpan
+from jitney.execution.state_slots import StateSlots
 from jitney.kernels.cpu.adapter_kernel import EXPAND_ITEMS, LowRankCall
 from jitney.kernels.cpu.adapter_table import ENTRY_FIELDS, GATED, PRODUCTS, list_tokens
 from jitney.kernels.cpu.attention_records import AttentionArguments
@@ -23,7 +24,9 @@ from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention, kind_of, set_layer
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import BODY, COUNT, RECORD_FIELDS
-from jitney.kernels.fused.layers import FusedDecoderLayer
+from jitney.kernels.cpu.state_layer import CpuStateLayer, StateMemory
+from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer
+from jitney.kernels.fused.states import FusedStates, states_of
 from jitney.kernels.fused.whole_model import Places
 
 _BF16_BYTES = 2
@@ -54,9 +57,13 @@ class Activations:
     normed: Tensor
     """The result of a norm. That of the norm behind all layers has only the tokens whose logits are
     asked for."""
-    qkv: Tensor
-    attended: Tensor
-    """The result of attention, of all heads."""
+    projected: Tensor
+    """The result of a layer's first product: query, key and value, or what a layer with states
+    reads. A layer whose product is narrower than others' has its rows one behind the other."""
+    convolved: Tensor
+    """The same of a convolution."""
+    mixed: Tensor
+    """The same of attention, of all heads, or of a recurrence."""
     inside: Tensor
     """activation(gate) * up, inside the MLP."""
     indices: Tensor
@@ -64,6 +71,8 @@ class Activations:
     asked for."""
     converted: Tensor
     """uint8: rows in another form before a product (``convert_kernel``)."""
+    rows: np.ndarray
+    """int64 [tokens, ROW_FIELDS]: the rows of the step, for layers with states."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,18 @@ class LayerKind:
     """Of any of these layers."""
     cache: LayerCache
     """That layer's cache."""
-    layers: list[int]
-    """The indices of all of them."""
+    writes: list[int] = field(default_factory=list)
+    """The indices of the kernels that write K and V, in all of these layers."""
+    attends: list[int] = field(default_factory=list)
+    """The same of those that attend."""
+
+
+class RowItems(NamedTuple):
+    """A kernel that has items for each row of a step."""
+
+    kernel: int
+    """Its index."""
+    per_row: int
 
 
 class _ProductInLayer(NamedTuple):
@@ -147,12 +166,14 @@ class _ProductInLayer(NamedTuple):
 
 @dataclass
 class KernelList:
-    """Writes down the kernels of a program, in the order in which they run. All layers have the
-    same kernels in the same order."""
+    """Writes down the kernels of a program, in the order in which they run. With adapters, all
+    layers have the same kernels in the same order."""
 
     activations: Activations
     layers: Sequence[Any]
     caches: Sequence[LayerCache]
+    states: StateSlots | None
+    """None: no layer keeps any."""
     table: Tensor
     """cos and sin of all positions."""
     norm_rotary: Kernel
@@ -166,8 +187,7 @@ class KernelList:
     # it.
     kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
-    write_in_layer: int = 0
-    """Which of a layer's kernels, from 0 on, writes K and V. The next one attends."""
+    row_items: list[RowItems] = field(default_factory=list)
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
@@ -177,17 +197,19 @@ class KernelList:
         states = self.activations.states.data_ptr()
         middle = self.activations.middle.data_ptr()
         normed = self.activations.normed.data_ptr()
-        qkv = self.activations.qkv.data_ptr()
-        attended = self.activations.attended.data_ptr()
+        projected = self.activations.projected.data_ptr()
+        mixed = self.activations.mixed.data_ptr()
         inside = self.activations.inside.data_ptr()
-        # states -> normed -> qkv
+        # states -> normed -> projected
         self._add_norm(layer.norms.attention.kernel, x=states, out=normed)
-        self._add_product(number, "qkv", x=normed, out=qkv)
-        self._add_rotation(layer)
-        # qkv -> attended
-        self._add_attention(number, layer)
-        # attended + states -> middle
-        self._add_product(number, "output", x=attended, out=middle, other=states)
+        self._add_product(number, "qkv", x=normed, out=projected)
+        # projected -> mixed
+        if isinstance(layer.mixer, FusedStates):
+            self._add_states(layer.mixer)
+        else:
+            self._add_attention(layer.mixer)
+        # mixed + states -> middle
+        self._add_product(number, "output", x=mixed, out=middle, other=states)
         # middle -> normed -> inside
         self._add_norm(layer.norms.mlp.kernel, x=middle, out=normed)
         self._add_product(number, "gated", x=normed, out=inside)
@@ -243,20 +265,27 @@ class KernelList:
         for kernel, arguments in linear.calls(x, out=out, other=other, spare=spare):
             self._add(kernel, arguments)
 
-    def _add_rotation(self, layer: Any) -> None:
-        """The norms and the rotary embedding of a layer's heads."""
-        attention: CpuAttentionLayer = layer.self_attn.kernel
+    def _projected(self, width: int) -> Tensor:
+        """``Activations.projected`` with rows of this width."""
+        whole = self.activations.projected
+        return whole.flatten()[: len(whole) * width].view(-1, width)
+
+    def _add_attention(self, mixer: FusedAttention) -> None:
+        """The norms and the rotary embedding of a layer's heads, what writes K and V, what attends,
+        and the gates of the heads, if it has any."""
+        kernel: Any = mixer.kernel
+        attention: CpuAttentionLayer = kernel
+        product: Any = mixer.qkv
+        qkv = self._projected(product.out_features)
         cos, sin = self.table.unbind(1)
         positions = self.activations.indices[0].data_ptr()
-        arguments = attention.call_for(self.activations.qkv, cos, sin, positions)
-        self._add(self.norm_rotary, arguments)
+        self._add(self.norm_rotary, attention.call_for(qkv, cos, sin, positions))
 
-    def _add_attention(self, number: int, layer: Any) -> None:
-        """What writes K and V, and what attends."""
-        form = layer.self_attn.form
+        form = mixer.form
+        mixed = self.activations.mixed.data_ptr()
         cache = self.caches[form.layer]
         assert isinstance(cache.attend, CpuAttention)
-        attention_call = form.call(*form.split(self.activations.qkv))
+        attention_call = form.call(*form.split(qkv))
         arguments = AttentionArguments()
         set_layer(
             arguments,
@@ -264,18 +293,37 @@ class KernelList:
             attention_call.key,
             attention_call.value,
             cache=cache,
-            out=self.activations.attended.data_ptr(),
+            out=mixed,
         )
         kind = kind_of(attention_call, cache)
         if kind not in self.kinds:
-            self.kinds[kind] = LayerKind(attention_call, cache, [])
-        self.kinds[kind].layers.append(number)
-        if number == 0:
-            # In the first layer, an index among all kernels is one among the layer's.
-            self.write_in_layer = len(self.kernels)
+            self.kinds[kind] = LayerKind(attention_call, cache)
         kernels = cache.attend.kernels
+        self.kinds[kind].writes.append(len(self.kernels))
         self._add(kernels.write, arguments)
+        self.kinds[kind].attends.append(len(self.kernels))
         self._add(kernels.attend, arguments)
+        if attention.gate is not None:
+            self._add(attention.gate, attention.gate_call(qkv, mixed))
+
+    def _add_states(self, mixer: FusedStates) -> None:
+        """What a layer with states computes between its products."""
+        assert self.states is not None
+        kernel: Any = mixer.kernel
+        layer: CpuStateLayer = kernel
+        product: Any = mixer.project
+        memory = StateMemory(
+            rows=self.activations.rows.ctypes.data,
+            projected=self.activations.projected.data_ptr(),
+            projected_stride=product.width * product.dtype.itemsize,
+            convolved=self.activations.convolved.data_ptr(),
+            mixed=self.activations.mixed.data_ptr(),
+        )
+        states = states_of(mixer.form, self.states, self.activations.rows)
+        for step in layer.steps(memory, states):
+            if step.items_per_row is not None:
+                self.row_items.append(RowItems(len(self.kernels), step.items_per_row))
+            self._add(step.kernel, step.arguments)
 
     def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
         """The product of layer ``number`` that has this ``name`` in ``Places``. Its result is
@@ -294,7 +342,7 @@ class KernelList:
         self._add_linear(linear, x=x, out=out, other=memory.added.data_ptr())
         product = len(self.kernels) - 1
         if number == 0:
-            # As in ``_add_attention``.
+            # In the first layer, an index among all kernels is one among the layer's.
             in_layer = _ProductInLayer(
                 shrink=shrink, expand=shrink + 1, product=product, other=other
             )
@@ -345,6 +393,7 @@ class KernelList:
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:
     """A layer's products, in the order of ``Places``."""
-    attention: Any = layer.self_attn
+    mixer = layer.mixer
+    first = mixer.project if isinstance(mixer, FusedStates) else mixer.qkv
     mlp: Any = layer.mlp
-    return [attention.qkv, attention.output, mlp.gated, mlp.down]
+    return [first, mixer.output, mlp.gated, mlp.down]

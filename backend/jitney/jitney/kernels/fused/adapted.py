@@ -111,7 +111,7 @@ class AdaptedForward:
 def _run_layer(
     layer: FusedDecoderLayer,
     residual: Tensor,
-    cos_sin: CosSin,
+    cos_sin: CosSin | None,
     paged: PagedStep,
     places: Places,
     add: AddProducts,
@@ -119,7 +119,9 @@ def _run_layer(
     """The residual [T, hidden size] after a layer. ``add`` adds what the step's adapters give."""
     norms = layer.norms
     x = _normed(norms.attention, residual)
-    attended = _attend(layer.self_attn, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
+    assert isinstance(layer.mixer, FusedAttention), "a model with states is not fused for adapters"
+    assert cos_sin is not None
+    attended = _attend(layer.mixer, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
     residual = residual + _normed(norms.after_attention, attended)
 
     x = _normed(norms.mlp, residual)

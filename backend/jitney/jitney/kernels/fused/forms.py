@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.interface import AttentionCall, PagedFunction
+from jitney.kernels.fused.state_forms import StateForm, StateKernel
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -66,6 +67,9 @@ class AttentionForm:
     softcap: float | None
     sinks: Tensor | None
     norms: HeadNorms | None = None
+    is_gated: bool = False
+    """Whether the product gives, behind the values, a gate for each query head: what the head gives
+    is multiplied by ``sigmoid(gate)``."""
 
     @classmethod
     def of(cls, call: AttentionCall) -> "AttentionForm":
@@ -92,10 +96,15 @@ class AttentionForm:
         """The numbers of heads of query, key and value."""
         return self.query_heads, self.key_heads, self.key_heads
 
+    @property
+    def gate_offset(self) -> int:
+        """Where the gates begin in a row of the product."""
+        return sum(self.qkv_heads) * self.head_size
+
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, each [T, its heads, head size]. ``qkv`` is [T, all heads * head
-        size]: the heads of query, then those of key, then those of value."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_size)
+        size]: the heads of query, then those of key, then those of value, then any gates."""
+        heads = qkv[:, : self.gate_offset].unflatten(1, (-1, self.head_size))
         query, key, value = heads.split_with_sizes(self.qkv_heads, 1)
         return query, key, value
 
@@ -167,6 +176,9 @@ class LayerKernels(Protocol):
 
     def attention(self, form: AttentionForm) -> AttentionKernel:
         """The norms of the heads, the rotary embedding, and attention."""
+
+    def states(self, form: StateForm) -> StateKernel:
+        """What a layer with states computes between its products."""
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         """The end of a residual branch: all that follows the input of its last product::

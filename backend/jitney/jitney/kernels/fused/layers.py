@@ -29,8 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction
-from jitney.kernels.fused.forms import AttentionForm, EndBranch, LayerKernels, Norm, RowFunction
+from jitney.kernels.fused.forms import (
+    AttentionForm,
+    EndBranch,
+    LayerKernels,
+    Misfit,
+    Norm,
+    RowFunction,
+)
 from jitney.kernels.fused.rotary import CosSin, whole_rotary
+from jitney.kernels.fused.states import FusedStates
 
 
 def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -45,6 +53,28 @@ def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
         biases = [_bias_or_zeros(each) for each in linears]
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return merged
+
+
+def with_outputs(linear: Any, order: Tensor) -> nn.Linear:
+    """The linear layer with these outputs, in this order. Raises Misfit if it is quantized."""
+    if type(linear) is not nn.Linear:
+        raise Misfit("its products are no plain linear layers")
+    chosen = nn.Linear(linear.in_features, len(order), bias=False, device="meta")
+    chosen.weight = nn.Parameter(linear.weight.detach()[order], requires_grad=False)
+    if linear.bias is not None:
+        chosen.bias = nn.Parameter(linear.bias.detach()[order], requires_grad=False)
+    return chosen
+
+
+def gated_products(qkv: Sequence[Any], form: AttentionForm) -> list[Any]:
+    """The products of an attention with a gate, in the order of :meth:`AttentionForm.split`. The
+    first of ``qkv`` gives query and gate of each head side by side."""
+    if len(qkv) != 3:
+        raise Misfit("its query, key and value are one product")
+    both, key, value = qkv
+    outputs = torch.arange(both.out_features).view(form.query_heads, 2, form.head_size)
+    query, gate = (outputs[:, part].flatten() for part in (0, 1))
+    return [with_outputs(both, query), key, value, with_outputs(both, gate)]
 
 
 def _bias_or_zeros(linear: Any) -> Tensor:
@@ -105,13 +135,19 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """As transformers calls it."""
         cos_sin = whole_rotary(position_embeddings, self.half_rotary)
-        attended = self.attend(hidden_states[0], cos_sin, paged)
+        attended = self.mix(hidden_states[0], cos_sin, paged)
         return self.output(attended).unsqueeze(0), None
 
-    def attend(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
+    def mix(self, x: Tensor, cos_sin: CosSin | None, paged: PagedFunction) -> Tensor:
         """All but the output product, of x [T, hidden size] and cos and sin [T, R]. Returns
         [T, heads * head size]."""
+        assert cos_sin is not None
         return self.kernel(self._qkv(x), *cos_sin, paged).reshape(x.shape[0], -1)
+
+
+Mixer = FusedAttention | FusedStates
+"""The first branch of a decoder layer, which mixes what tokens know. It has a method ``mix`` for
+all but its last product, and ``output``, that product."""
 
 
 class LayerNorms(NamedTuple):
@@ -130,17 +166,20 @@ class LayerNorms(NamedTuple):
 class FusedDecoderLayer(nn.Module):
     """A decoder layer. Its attention is fused; its MLP may be of any kind, fused or not."""
 
+    returns_tuple = False
+    """Whether transformers' layer returns its result as the first of a tuple."""
+
     def __init__(
-        self, attention: FusedAttention, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
+        self, mixer: Mixer, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
     ) -> None:
         super().__init__()
-        self.self_attn = attention
+        self.mixer = mixer
         self.mlp = mlp
         self.norms = norms
         self._kernels = kernels
-        self._attend = attention.attend
-        self._end_attention = kernels.end_branch(
-            product=attention.output, branch_norm=norms.after_attention, norm=norms.mlp
+        self._mix = mixer.mix
+        self._end_first_branch = kernels.end_branch(
+            product=mixer.output, branch_norm=norms.after_attention, norm=norms.mlp
         )
 
         # The branch of the MLP ends with a product. What comes before that product is the MLP's
@@ -163,29 +202,33 @@ class FusedDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: CosSin,
+        position_embeddings: CosSin | None = None,
         paged: PagedFunction,
         **unused: object,
-    ) -> Tensor:
+    ) -> Any:
         """As transformers calls it."""
-        cos_sin = whole_rotary(position_embeddings, self.self_attn.half_rotary)
+        cos_sin = None
+        if isinstance(self.mixer, FusedAttention):
+            assert position_embeddings is not None
+            cos_sin = whole_rotary(position_embeddings, self.mixer.half_rotary)
         residual = hidden_states[0]
         norm = self.norms.attention
         x = residual if norm is None else norm(residual)
         x, residual = self.run(x, residual, cos_sin, paged)
         _, total = self._end_without_next(x, residual, None)
-        return total.unsqueeze(0)
+        result = total.unsqueeze(0)
+        return (result, None) if self.returns_tuple else result
 
     def run(
-        self, x: Tensor, residual: Tensor, cos_sin: CosSin, paged: PagedFunction
+        self, x: Tensor, residual: Tensor, cos_sin: CosSin | None, paged: PagedFunction
     ) -> tuple[Tensor, Tensor]:
         """All but the end of the layer.
 
         ``x`` is the normed residual, the input of attention. Returns the input of the layer's last
         product, and the residual after attention.
         """
-        attended = self._attend(x, cos_sin, paged)
-        x, residual = self._end_attention(attended, residual, None)
+        mixed = self._mix(x, cos_sin, paged)
+        x, residual = self._end_first_branch(mixed, residual, None)
         if self._first_part_of_mlp is not None:
             x = self._first_part_of_mlp(x)
         return x, residual
