@@ -56,9 +56,15 @@ STEPS = [
 ]
 
 
-def run(step, model: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def run(
+    step,
+    model: LoadedModel,
+    dtype: torch.dtype = torch.bfloat16,
+    caches: list[LayerCache] | None = None,
+) -> torch.Tensor:
     """Logits of the last token of every row of STEPS. ``dtype`` is the cache's."""
-    results, caches = [], caches_of(model, "cpu", dtype)
+    results = []
+    caches = caches or caches_of(model, "cpu", dtype)
     for spec in STEPS:
         rows = rows_of(spec)
         meta = build_metadata(rows, BLOCK_SIZE)

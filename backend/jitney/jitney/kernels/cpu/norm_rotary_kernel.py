@@ -81,7 +81,9 @@ class NormRotaryCall(KernelCall):
     have one norm, and so have all key heads."""
     epsilon: float
     rotary_size: int
-    """How many elements of each head, from its first one on, are rotated, in ``out``. 0: none."""
+    """How many elements of each head are rotated, in ``out``. 0: none."""
+    rotary_offset: int
+    """Bytes from a head's first element to the first one that is rotated."""
     cos: int
     """Address of [positions, rotary_size] in the data's type."""
     sin: int
@@ -192,7 +194,7 @@ def finish_heads(tag, call, row, out, heads, scale, angle_offset):
             norm_row(tag, source, head, scale, width=call.head_size, epsilon=call.epsilon)
         cos = call.cos + angle_offset
         sin = call.sin + angle_offset
-        rotate_head(tag, head, cos, sin, call.rotary_size)
+        rotate_head(tag, head + call.rotary_offset, cos, sin, call.rotary_size)
 
 
 @inner
@@ -259,7 +261,7 @@ class RowNorm:
         x = x.contiguous()
         out = torch.empty_like(x)
         call = self.call_for(x.data_ptr(), out.data_ptr())
-        _run(self.machine_code, call, rows=x.numel() // self._width, row_bytes=call.stride)
+        run_rows(self.machine_code, call, rows=x.numel() // self._width, row_bytes=call.stride)
         return out
 
     def call_for(self, x: int, out: int, index: int = 0) -> NormRotaryCall:
@@ -342,7 +344,7 @@ class CpuAttentionLayer:
             cos = cos.contiguous()
             sin = sin.contiguous()
         call = self.call_for(qkv, cos, sin)
-        _run(self.machine_code, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
+        run_rows(self.machine_code, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
 
     def call_for(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: int = 0) -> NormRotaryCall:
         """The kernel's arguments; ``count`` is still to be set. The strides of cos and sin are the
@@ -363,7 +365,7 @@ class CpuAttentionLayer:
         return call
 
 
-def _run(kernel: Kernel, call: NormRotaryCall, *, rows: int, row_bytes: int) -> None:
+def run_rows(kernel: Kernel, call: NormRotaryCall, *, rows: int, row_bytes: int) -> None:
     """Run over so many rows, on as many threads as they are worth."""
     call.count = rows
     threads = 1 + rows * row_bytes // _BYTES_PER_THREAD

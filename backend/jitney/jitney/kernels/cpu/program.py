@@ -43,10 +43,17 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.latent_layer import OF_STEP, prepare_latents
 from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_call import ProductCall
-from jitney.kernels.cpu.program_fit import can_be_adapted, can_run_layer, have_whole_columns
+from jitney.kernels.cpu.program_fit import (
+    can_be_adapted,
+    can_run_layer,
+    fits_cache,
+    have_whole_columns,
+    widths_of,
+)
 from jitney.kernels.cpu.program_kernel import (
     COUNT,
     COUNTERS,
@@ -117,6 +124,10 @@ class _Memory:
     """The kernels that have items for each row, and how many (``RowItems``)."""
     items_per_row: np.ndarray
     """int64 [row kernels]"""
+    latent_kernels: RecordIndex
+    """The kernels with a LatentCall."""
+    has_latents: bool
+    """Whether there are any."""
     adapted: AdaptedSteps | None
 
 
@@ -188,12 +199,8 @@ class LayerProgram:
             return False
         if self._has_caches(paged.layers):
             return True
-        for cache in paged.layers:
-            if not isinstance(cache.attend, CpuAttention):
-                return False
-            if cache.attend.dtype != self._embedding.dtype:
-                return False
-        return True
+        dtype = self._embedding.dtype
+        return all(fits_cache(layer.mixer, paged.layers, dtype) for layer in self._layers)
 
     def _has_caches(self, caches: Sequence[LayerCache]) -> bool:
         """Whether these are the caches whose addresses the program has written down. A LayerCache
@@ -241,6 +248,10 @@ class LayerProgram:
             rows = paged.cache.row_table
             activations.rows[: len(rows)] = rows
             memory.records[memory.row_kernels, COUNT] = len(rows) * memory.items_per_row
+        if memory.has_latents:
+            latent_step = prepare_latents(paged.meta)
+            fields = np.frombuffer(bytes(latent_step.arguments), np.int64)
+            memory.records[memory.latent_kernels, OF_STEP] = fields[OF_STEP]
         normed = activations.normed[:num_asked]
         if not isinstance(self._head, ColumnLinear):
             self._run()
@@ -324,6 +335,8 @@ class LayerProgram:
                 for kind in listed.kinds.values()
             ],
             row_kernels=_index_of([items.kernel for items in listed.row_items]),
+            latent_kernels=_index_of(listed.latent_kernels),
+            has_latents=bool(listed.latent_kernels),
             items_per_row=np.array([items.per_row for items in listed.row_items], np.int64),
             adapted=adapted,
         )
@@ -332,9 +345,7 @@ class LayerProgram:
         """Memory for so many tokens."""
         dtype = self._embedding.dtype
         size = self._embedding.shape[1]
-        projected, output, _, down = zip(*map(products_of, self._layers), strict=True)
-        mixers = [layer.mixer for layer in self._layers]
-        channels = [mixer.form.conv.channels for mixer in mixers if isinstance(mixer, FusedStates)]
+        widths = widths_of(self._layers)
 
         def empty(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype)
@@ -343,10 +354,13 @@ class LayerProgram:
             states=empty(size),
             middle=empty(size),
             normed=empty(size),
-            projected=empty(max(product.out_features for product in projected)),
-            convolved=empty(max(channels, default=0)),
-            mixed=empty(max(product.in_features for product in output)),
-            inside=empty(max(product.in_features for product in down)),
+            projected=empty(widths.projected),
+            convolved=empty(widths.convolved),
+            low=empty(widths.low),
+            latent=empty(widths.latent),
+            spare=torch.empty(tokens * widths.spare, dtype=torch.float32),
+            mixed=empty(widths.mixed),
+            inside=empty(widths.inside),
             rows=np.zeros((tokens, ROW_FIELDS), np.int64),
             indices=torch.empty(2, tokens, dtype=torch.int64),
             converted=torch.empty(tokens * self._converted_row_bytes(), dtype=torch.uint8),

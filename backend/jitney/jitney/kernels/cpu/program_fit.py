@@ -1,12 +1,19 @@
-"""Which fused layers can be part of a ``program``. Called by it."""
+"""Which fused layers can be part of a ``program``, over which caches, and the memory they need. Called
+by it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from jitney.execution.interface import LayerCache
 from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.emit import LANES
-from jitney.kernels.cpu.program_list import products_of
-from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP
+from jitney.kernels.cpu.paged_attention import CpuAttention
+from jitney.kernels.cpu.program_list import products_of, projection_of
+from jitney.kernels.fused.latents import FusedLatents
+from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, Mixer
+from jitney.kernels.fused.states import FusedStates
 from jitney.kernels.fused.whole_model import Places
 
 
@@ -66,3 +73,48 @@ def _shape(layer: FusedDecoderLayer) -> list[_ProductShape]:
         has_conversion = product.converted_row_bytes > 0
         shapes.append(_ProductShape(product.in_features, product.width, has_conversion))
     return shapes
+
+
+# --------------------------------------------------------------------------- caches and memory
+
+
+def fits_cache(mixer: Mixer, caches: Sequence[LayerCache], dtype: torch.dtype) -> bool:
+    """Whether the kernels of a layer can read and write its cache. ``dtype`` is the model's."""
+    if isinstance(mixer, FusedStates):
+        return True
+    cache = caches[mixer.form.layer]
+    if isinstance(mixer, FusedLatents):
+        kernel: Any = mixer.kernel
+        return cache.again is None and bool(kernel.fits(cache))
+    return isinstance(cache.attend, CpuAttention) and cache.attend.dtype == dtype
+
+
+class Widths(NamedTuple):
+    """Of the rows of ``program_list.Activations``: as wide as the widest layer needs."""
+
+    projected: int
+    convolved: int
+    low: int
+    latent: int
+    spare: int
+    mixed: int
+    inside: int
+
+
+def widths_of(layers: Sequence[FusedDecoderLayer]) -> Widths:
+    """What these layers need."""
+    mixers = [layer.mixer for layer in layers]
+    states = [mixer for mixer in mixers if isinstance(mixer, FusedStates)]
+    over_latents: list[Any] = [mixer for mixer in mixers if isinstance(mixer, FusedLatents)]
+    low: list[Any] = [mixer.query_low for mixer in over_latents if mixer.query_low is not None]
+    outputs: list[Any] = [mixer.output for mixer in mixers]
+    mlps: list[Any] = [layer.mlp for layer in layers]
+    return Widths(
+        projected=max(projection_of(mixer).out_features for mixer in mixers),
+        convolved=max((mixer.form.conv.channels for mixer in states), default=0),
+        low=max((product.out_features for product in low), default=0),
+        latent=max((mixer.latent.out_features for mixer in over_latents), default=0),
+        spare=max((mixer.kernel.floats_per_token for mixer in over_latents), default=0),
+        mixed=max(output.in_features for output in outputs),
+        inside=max(mlp.down.in_features for mlp in mlps),
+    )

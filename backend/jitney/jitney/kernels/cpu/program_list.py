@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.execution.low_rank import AdapterSpan
@@ -20,12 +20,15 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.latent_kernel import LatentCall
+from jitney.kernels.cpu.latent_layer import CpuLatentLayer
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention, kind_of, set_layer
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import BODY, COUNT, RECORD_FIELDS
 from jitney.kernels.cpu.state_layer import CpuStateLayer, StateMemory
-from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer
+from jitney.kernels.fused.latents import FusedLatents
+from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, Mixer
 from jitney.kernels.fused.states import FusedStates, states_of
 from jitney.kernels.fused.whole_model import Places
 
@@ -62,6 +65,12 @@ class Activations:
     reads. A layer whose product is narrower than others' has its rows one behind the other."""
     convolved: Tensor
     """The same of a convolution."""
+    low: Tensor
+    """The same of the first product, where queries are made by two."""
+    latent: Tensor
+    """The same of the product that gives latents."""
+    spare: Tensor
+    """float32: what lies between the kernels of an attention over latents."""
     mixed: Tensor
     """The same of attention, of all heads, or of a recurrence."""
     inside: Tensor
@@ -188,6 +197,8 @@ class KernelList:
     kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
     row_items: list[RowItems] = field(default_factory=list)
+    latent_kernels: list[int] = field(default_factory=list)
+    """The indices of the kernels with a LatentCall."""
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
@@ -202,10 +213,15 @@ class KernelList:
         inside = self.activations.inside.data_ptr()
         # states -> normed -> projected
         self._add_norm(layer.norms.attention.kernel, x=states, out=normed)
-        self._add_product(number, "qkv", x=normed, out=projected)
+        if isinstance(layer.mixer, FusedLatents):
+            self._add_latent_products(layer.mixer)
+        else:
+            self._add_product(number, "qkv", x=normed, out=projected)
         # projected -> mixed
         if isinstance(layer.mixer, FusedStates):
             self._add_states(layer.mixer)
+        elif isinstance(layer.mixer, FusedLatents):
+            self._add_latents(layer.mixer)
         else:
             self._add_attention(layer.mixer)
         # mixed + states -> middle
@@ -265,18 +281,13 @@ class KernelList:
         for kernel, arguments in linear.calls(x, out=out, other=other, spare=spare):
             self._add(kernel, arguments)
 
-    def _projected(self, width: int) -> Tensor:
-        """``Activations.projected`` with rows of this width."""
-        whole = self.activations.projected
-        return whole.flatten()[: len(whole) * width].view(-1, width)
-
     def _add_attention(self, mixer: FusedAttention) -> None:
         """The norms and the rotary embedding of a layer's heads, what writes K and V, what attends,
         and the gates of the heads, if it has any."""
         kernel: Any = mixer.kernel
         attention: CpuAttentionLayer = kernel
         product: Any = mixer.qkv
-        qkv = self._projected(product.out_features)
+        qkv = _rows(self.activations.projected, product.out_features)
         cos, sin = self.table.unbind(1)
         positions = self.activations.indices[0].data_ptr()
         self._add(self.norm_rotary, attention.call_for(qkv, cos, sin, positions))
@@ -305,6 +316,44 @@ class KernelList:
         self._add(kernels.attend, arguments)
         if attention.gate is not None:
             self._add(attention.gate, attention.gate_call(qkv, mixed))
+
+    def _add_latent_products(self, mixer: FusedLatents) -> None:
+        """The products that give queries and latents."""
+        normed = self.activations.normed.data_ptr()
+        query_input = normed
+        if mixer.query_low is not None:
+            assert mixer.query_norm is not None
+            low = self.activations.low.data_ptr()
+            norm: Any = mixer.query_norm.kernel
+            self._add_linear(_own(mixer.query_low), x=normed, out=low, other=0)
+            self._add_norm(norm, x=low, out=low)
+            query_input = low
+        projected = self.activations.projected.data_ptr()
+        latent = self.activations.latent.data_ptr()
+        self._add_linear(_own(mixer.query), x=query_input, out=projected, other=0)
+        self._add_linear(_own(mixer.latent), x=normed, out=latent, other=0)
+
+    def _add_latents(self, mixer: FusedLatents) -> None:
+        """The norm of latents, the rotary embedding, and attention."""
+        kernel: Any = mixer.kernel
+        layer: CpuLatentLayer = kernel
+        query = _rows(self.activations.projected, _own(mixer.query).out_features)
+        latent = _rows(self.activations.latent, _own(mixer.latent).out_features)
+        cos, sin = self.table.unbind(1)
+        positions = self.activations.indices[0].data_ptr()
+        for call in layer.norm_rotary_calls(query, latent, cos, sin, positions):
+            self._add(self.norm_rotary, call)
+        memory = layer.memory(
+            query,
+            latent,
+            self.activations.spare,
+            tokens=len(query),
+            out=self.activations.mixed.data_ptr(),
+        )
+        for step in layer.steps(memory, self.caches[mixer.form.layer]):
+            if isinstance(step.arguments, LatentCall):
+                self.latent_kernels.append(len(self.kernels))
+            self._add(step.kernel, step.arguments)
 
     def _add_states(self, mixer: FusedStates) -> None:
         """What a layer with states computes between its products."""
@@ -392,8 +441,29 @@ class KernelList:
 
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:
-    """A layer's products, in the order of ``Places``."""
+    """A layer's products: four in the order of ``Places``, and behind them those of latents."""
     mixer = layer.mixer
-    first = mixer.project if isinstance(mixer, FusedStates) else mixer.qkv
     mlp: Any = layer.mlp
-    return [first, mixer.output, mlp.gated, mlp.down]
+    products = [projection_of(mixer), mixer.output, mlp.gated, mlp.down]
+    if isinstance(mixer, FusedLatents):
+        products.append(mixer.latent)
+        if mixer.query_low is not None:
+            products.append(mixer.query_low)
+    return products
+
+
+def projection_of(mixer: Mixer) -> Any:
+    """The product that gives ``Activations.projected``."""
+    if isinstance(mixer, FusedStates):
+        return mixer.project
+    return mixer.query if isinstance(mixer, FusedLatents) else mixer.qkv
+
+
+def _own(product: nn.Module) -> ColumnLinear:
+    assert isinstance(product, ColumnLinear)
+    return product
+
+
+def _rows(memory: Tensor, width: int) -> Tensor:
+    """The same memory with narrower rows."""
+    return memory.flatten()[: len(memory) * width].view(-1, width)

@@ -20,16 +20,30 @@ from jitney.execution.quantized import find_children, layers_that_round_inputs
 from jitney.execution.state_slots import StateLayout, StateModule
 from jitney.execution.support import named_lengths
 from jitney.kernels.fused.adapted import AdaptedForward
-from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
+from jitney.kernels.fused.forms import (
+    AttentionForm,
+    FusedNorm,
+    HeadNorms,
+    LatentForm,
+    Misfit,
+    Norm,
+    NormForm,
+)
+from jitney.kernels.fused.latents import (
+    FusedLatents,
+    is_latent_attention,
+    latent_form,
+    latent_products,
+)
 from jitney.kernels.fused.layers import (
     FusedAttention,
     FusedDecoderLayer,
     FusedMLP,
     LayerNorms,
     Mixer,
-    gated_products,
 )
 from jitney.kernels.fused.likeness import Likeness, likeness
+from jitney.kernels.fused.products import gated_products
 from jitney.kernels.fused.recognise import (
     AttentionChildren,
     LayerChildren,
@@ -130,6 +144,13 @@ def fuse(
                 what="layer",
                 fits=fuser.layer_children,
                 build=fuser.build_layer,
+                report=report,
+            )
+            swap_children(
+                module,
+                what="attention over latents",
+                fits=is_latent_attention,
+                build=fuser.build_latents,
                 report=report,
             )
             swap_children(
@@ -302,6 +323,56 @@ class _Fuser:
             self._checker.check_same("its result in steps", run_in_steps(fused, x, layout), right)
         return fused
 
+    # ------------------------------------------------------------------ latents
+
+    def build_latents(self, attention: Any) -> FusedLatents:
+        """For an attention over latents."""
+        arguments = self._arguments.get(attention, {})
+        x = self._checker.random(self._config.hidden_size)
+        _, calls = run_module(attention, x, arguments)
+        cos_sin = arguments.get("position_embeddings")
+        if len(calls) != 1 or not isinstance(cos_sin, tuple):
+            raise Misfit("it does not attend once, with a rotary embedding")
+        form = latent_form(calls[0], self.build_norm(attention.kv_a_layernorm))
+        half = _is_half(cos_sin[0], form.latents.rotary_size)
+        # Whether pairs are rotated stands in the configuration, or in the module's code alone.
+        likely = bool(vars(attention.config).get("rope_interleave", False))
+        try:
+            return self._build_latents(attention, form, arguments, half, rotates_pairs=likely)
+        except Misfit:
+            return self._build_latents(attention, form, arguments, half, rotates_pairs=not likely)
+
+    def _build_latents(
+        self,
+        attention: Any,
+        form: LatentForm,
+        arguments: ModuleArguments,
+        half: bool,
+        *,
+        rotates_pairs: bool,
+    ) -> FusedLatents:
+        children = dict(attention.named_children())
+        products = latent_products(children, form, rotates_pairs=rotates_pairs)
+        query_low = None
+        query_norm = None
+        if "q_a_proj" in children:
+            query_low = self._kernels.linear([children["q_a_proj"]])
+            query_norm = self.build_norm(children["q_a_layernorm"])
+        kernel = self._kernels.latents(form)
+        fused = FusedLatents(
+            form=form,
+            kernel=kernel,
+            query=self._kernels.linear([products.query]),
+            latent=self._kernels.linear(products.latent),
+            output=self._kernels.linear([attention.o_proj]),
+            query_low=query_low,
+            query_norm=query_norm,
+            half_rotary=half,
+        ).eval()
+        self._check(attention, fused, self._config.hidden_size, MODULE_SCALES, arguments)
+        self.report.added_bytes += kernel.added_bytes
+        return fused
+
     # ------------------------------------------------------------------ MLPs
 
     def is_untried_mlp(self, module: nn.Module) -> bool:
@@ -330,7 +401,9 @@ class _Fuser:
     def _has_arguments(self, module: nn.Module) -> bool:
         """Whether transformers may call it with arguments beside its input."""
         is_layer = self.layer_children(module) is not None
-        return is_layer or attention_children(module) is not None or self.has_states(module)
+        if is_layer or is_latent_attention(module) or self.has_states(module):
+            return True
+        return attention_children(module) is not None
 
     def build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
         """For a decoder layer. Of layers that are alike, the first alone is tried: what is wrong
@@ -352,10 +425,12 @@ class _Fuser:
         mixer: Mixer
         if self.has_states(children.mixer):
             mixer = self.build_states(children.mixer)
-        elif isinstance(cos_sin, tuple):
-            mixer = self._build_attention(children.mixer)
-        else:
+        elif not isinstance(cos_sin, tuple):
             raise Misfit("it takes no rotary embedding")
+        elif is_latent_attention(children.mixer):
+            mixer = self.build_latents(children.mixer)
+        else:
+            mixer = self._build_attention(children.mixer)
         mlp = self._build_mlp_if_possible(children.mlp)
         norms = LayerNorms(
             attention=self._build_norm_if_any(children.attention_norm),
@@ -377,7 +452,7 @@ class _Fuser:
         fused.returns_tuple = returns_tuple(layer, x, arguments)
         # A model with its rotary module in an unusual place gives a tuple without the mark. Its
         # layers can be fused, but it gets no table.
-        if isinstance(mixer, FusedAttention) and isinstance(cos_sin, MarkedCosSin):
+        if not isinstance(mixer, FusedStates) and isinstance(cos_sin, MarkedCosSin):
             self._rotary_of[fused] = _LayerRotary(cos_sin.rotary, mixer.half_rotary)
         return fused
 

@@ -21,11 +21,10 @@ branch, and what ``end_before`` returns computes that end.
 [1, T, width] where transformers calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction
@@ -33,57 +32,12 @@ from jitney.kernels.fused.forms import (
     AttentionForm,
     EndBranch,
     LayerKernels,
-    Misfit,
     Norm,
     RowFunction,
 )
+from jitney.kernels.fused.latents import FusedLatents
 from jitney.kernels.fused.rotary import CosSin, whole_rotary
 from jitney.kernels.fused.states import FusedStates
-
-
-def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer that gives the results of all side by side. Its weight is a copy, unless there is
-    only one layer."""
-    if len(linears) == 1:
-        return linears[0]
-    weight = torch.cat([each.weight.detach() for each in linears])
-    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    merged.weight = nn.Parameter(weight, requires_grad=False)
-    if any(each.bias is not None for each in linears):
-        biases = [_bias_or_zeros(each) for each in linears]
-        merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return merged
-
-
-def with_outputs(linear: Any, order: Tensor) -> nn.Linear:
-    """The linear layer with these outputs, in this order. Raises Misfit if it is quantized."""
-    if type(linear) is not nn.Linear:
-        raise Misfit("its products are no plain linear layers")
-    chosen = nn.Linear(linear.in_features, len(order), bias=False, device="meta")
-    chosen.weight = nn.Parameter(linear.weight.detach()[order], requires_grad=False)
-    if linear.bias is not None:
-        chosen.bias = nn.Parameter(linear.bias.detach()[order], requires_grad=False)
-    return chosen
-
-
-def gated_products(qkv: Sequence[Any], form: AttentionForm) -> list[Any]:
-    """The products of an attention with a gate, in the order of :meth:`AttentionForm.split`. The
-    first of ``qkv`` gives query and gate of each head side by side."""
-    if len(qkv) != 3:
-        raise Misfit("its query, key and value are one product")
-    both, key, value = qkv
-    outputs = torch.arange(both.out_features).view(form.query_heads, 2, form.head_size)
-    query, gate = (outputs[:, part].flatten() for part in (0, 1))
-    return [with_outputs(both, query), key, value, with_outputs(both, gate)]
-
-
-def _bias_or_zeros(linear: Any) -> Tensor:
-    if linear.bias is None:
-        return torch.zeros(
-            linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device
-        )
-    bias: Tensor = linear.bias.detach()
-    return bias
 
 
 class FusedMLP(nn.Module):
@@ -145,7 +99,7 @@ class FusedAttention(nn.Module):
         return self.kernel(self._qkv(x), *cos_sin, paged).reshape(x.shape[0], -1)
 
 
-Mixer = FusedAttention | FusedStates
+Mixer = FusedAttention | FusedLatents | FusedStates
 """The first branch of a decoder layer, which mixes what tokens know. It has a method ``mix`` for
 all but its last product, and ``output``, that product."""
 
@@ -208,7 +162,7 @@ class FusedDecoderLayer(nn.Module):
     ) -> Any:
         """As transformers calls it."""
         cos_sin = None
-        if isinstance(self.mixer, FusedAttention):
+        if not isinstance(self.mixer, FusedStates):
             assert position_embeddings is not None
             cos_sin = whole_rotary(position_embeddings, self.mixer.half_rotary)
         residual = hidden_states[0]

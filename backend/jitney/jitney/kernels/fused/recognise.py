@@ -17,6 +17,7 @@ from torch import nn
 
 from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
+from jitney.kernels.fused.latents import is_latent_attention
 from jitney.kernels.fused.trial import run_module
 
 # The products of one input. Some models have them merged already.
@@ -158,7 +159,8 @@ def layer_children(module: nn.Module, has_states: HasStates = _has_none) -> Laye
         if children.keys() != {first, second, *norms}:
             continue
         mixer = children[first]
-        is_known = has_states(mixer) or attention_children(mixer) is not None
+        is_other = has_states(mixer) or is_latent_attention(mixer)
+        is_known = is_other or attention_children(mixer) is not None
         if not is_known or not _are_norms(children, norms):
             return None
         return LayerChildren(

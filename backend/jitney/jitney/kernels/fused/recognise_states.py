@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from jitney.execution.state_slots import StateKey, StateLayout, StateModule
 from jitney.kernels.fused.forms import Misfit
-from jitney.kernels.fused.layers import with_outputs
+from jitney.kernels.fused.products import filled_up, with_outputs
 from jitney.kernels.fused.state_forms import ConvForm, DeltaForm, GateForm, ScanForm, StateForm
-
-_WHOLE_OUTPUTS = 32
-"""Products with a multiple of so many outputs can be part of a native call of all layers."""
 
 
 class StateParts(NamedTuple):
@@ -92,18 +89,6 @@ def _conv(conv: Any, *, silu: bool, offset: int, is_gated: bool = False) -> Conv
     )
 
 
-def _filled_up(products: list[Any]) -> list[Any]:
-    """``products``, and one more that fills up their outputs with zeros to whole columns. Only
-    plain linear layers can be filled up."""
-    missing = -sum(each.out_features for each in products) % _WHOLE_OUTPUTS
-    if missing == 0 or any(type(each) is not nn.Linear for each in products):
-        return products
-    first = products[0]
-    zeros = nn.Linear(first.in_features, missing, bias=False, device="meta")
-    zeros.weight = nn.Parameter(first.weight.new_zeros(missing, first.in_features), False)
-    return [*products, zeros]
-
-
 # ------------------------------------------------------------------ the kinds
 
 
@@ -147,7 +132,7 @@ def _mamba2(module: Any, keys: _Keys) -> StateParts:
         )
     conv = _conv(module.conv1d, silu=True, offset=inner)
     form = StateForm(keys.conv, keys.recurrent, conv, scan, gate)
-    return StateParts(form, _filled_up([module.in_proj]), module.out_proj)
+    return StateParts(form, filled_up([module.in_proj]), module.out_proj)
 
 
 def _delta_form(module: Any, keys: _Keys) -> StateForm:
@@ -179,7 +164,7 @@ def _delta_form(module: Any, keys: _Keys) -> StateForm:
 def _delta(module: Any, keys: _Keys) -> StateParts:
     """Qwen 3.5's."""
     products = [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
-    return StateParts(_delta_form(module, keys), _filled_up(products), module.out_proj)
+    return StateParts(_delta_form(module, keys), filled_up(products), module.out_proj)
 
 
 def _interleaved_delta(module: Any, keys: _Keys) -> StateParts:
@@ -196,7 +181,7 @@ def _interleaved_delta(module: Any, keys: _Keys) -> StateParts:
         with_outputs(module.in_proj_qkvz, order),
         with_outputs(module.in_proj_ba, order_of_numbers),
     ]
-    return StateParts(_delta_form(module, keys), _filled_up(products), module.out_proj)
+    return StateParts(_delta_form(module, keys), filled_up(products), module.out_proj)
 
 
 class _Kind(NamedTuple):

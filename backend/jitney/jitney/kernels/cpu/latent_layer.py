@@ -1,0 +1,334 @@
+"""What an attention over latents computes between its products, by the kernels of a CPU.
+
+Made by ``layer_kernels``, for ``fused.latents``; called by it, or by ``program``, where the kernels
+are steps of a native call.
+"""
+
+import ctypes
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jitney.execution.attention import AttentionMetadata
+from jitney.execution.interface import LayerCache, PagedFunction, PagedStep
+from jitney.execution.latents import LatentAttention
+from jitney.kernels.cpu.attention_kernel import TAGS
+from jitney.kernels.cpu.compiled import Kernel, KernelCall
+from jitney.kernels.cpu.emit import I64_BYTES, LANES, VECTOR_BYTES, ceil_div
+from jitney.kernels.cpu.head_product import OUTPUTS_PER_ITEM, HeadProductCall, head_product_body
+from jitney.kernels.cpu.latent_kernel import (
+    MOST_LATENT,
+    LatentCall,
+    attend_latents_body,
+    enter_body,
+)
+from jitney.kernels.cpu.norm_rotary_kernel import NormRotaryCall, run_rows
+from jitney.kernels.fused.forms import LatentForm, Misfit
+
+SLICE_TOKENS = 128
+"""Tokens that are computed at once where the kernels are called one by one: what lies between them
+takes 200 KiB a token with 128 heads."""
+OF_STEP = slice(
+    LatentCall.block_size.offset // I64_BYTES,  # type: ignore[attr-defined]
+    ctypes.sizeof(LatentCall) // I64_BYTES,
+)
+"""The fields of LatentCall that are a step's, as int64."""
+
+# Compiled, or loaded from the cache of compiled code, at first use.
+
+
+@lru_cache
+def compiled_entry(dtype: torch.dtype) -> Kernel:
+    tag = TAGS[dtype]
+    return Kernel(lambda address: enter_body(tag, address))
+
+
+@lru_cache
+def compiled_attention(dtype: torch.dtype) -> Kernel:
+    tag = TAGS[dtype]
+    return Kernel(lambda address: attend_latents_body(tag, address))
+
+
+@lru_cache
+def compiled_head_product(dtype: torch.dtype) -> Kernel:
+    tag = TAGS[dtype]
+    return Kernel(lambda address: head_product_body(tag, address))
+
+
+class LatentStep(NamedTuple):
+    """What the kernels must know of a step."""
+
+    arguments: LatentCall
+    """The fields :data:`OF_STEP` are filled in."""
+    owned: tuple[np.ndarray, ...]
+    """The memory that the arguments point to, so that it lives as long as they do."""
+
+
+class LatentMemory(NamedTuple):
+    """Addresses of what the kernels of a layer read and write. Strides are in bytes."""
+
+    query: int
+    query_stride: int
+    latent: int
+    latent_stride: int
+    turned: int
+    absorbed: int
+    mixed: int
+    out: int
+    """[tokens, heads * value size]"""
+
+
+class ListedLatents(NamedTuple):
+    """One kernel, and its arguments except for ``count``, which is in tokens."""
+
+    kernel: Kernel
+    arguments: KernelCall
+
+
+def prepare_latents(meta: AttentionMetadata) -> LatentStep:
+    """The step of ``meta``. It is made for the first layer; ``meta`` keeps it for the others."""
+    step = meta.plans.get(LatentStep)
+    if step is None:
+        ends = meta.query_start[1:].numpy().astype(np.int64)
+        lengths = np.diff(ends, prepend=0)
+        row_of_token = np.repeat(np.arange(len(ends)), lengths)
+        # The last token of a row is the last of its context. (Its position may be a later one: a
+        # trial of late positions has none before.)
+        contexts = meta.context_len.numpy() - ends
+        indices = np.arange(len(row_of_token)) + contexts[row_of_token]
+        arguments = LatentCall(
+            block_size=meta.block_size,
+            table=meta.block_table.data_ptr(),
+            table_width=meta.block_table.stride(0),
+            slots=meta.slot_mapping.data_ptr(),
+            indices=indices.ctypes.data,
+            row_of_token=row_of_token.ctypes.data,
+        )
+        step = LatentStep(arguments, owned=(indices, row_of_token))
+        meta.plans[LatentStep] = step
+    assert isinstance(step, LatentStep)
+    return step
+
+
+class CpuLatentLayer:
+    """A ``fused.forms.LatentKernel``."""
+
+    def __init__(self, form: LatentForm, dtype: torch.dtype, norm_rotary: Kernel) -> None:
+        """``norm_rotary`` is the kernel of ``norm_rotary_kernel``. Raises Misfit for sizes that no
+        kernel has."""
+        latents = form.latents
+        self.form = form
+        self._dtype = dtype
+        self._norm_rotary = norm_rotary
+        self.groups = ceil_div(form.heads, LANES)
+        self.width = latents.rank + latents.rotary_size
+        """Of a latent with its rotary part."""
+        padded = ceil_div(self.width, LANES) * LANES
+        if padded > MOST_LATENT:
+            raise Misfit(f"its latents have more than {MOST_LATENT} numbers")
+        for size in (latents.rank, latents.value_size):
+            if size % OUTPUTS_PER_ITEM != 0:
+                raise Misfit(f"its sizes are no multiples of {OUTPUTS_PER_ITEM}")
+        # [heads, outputs, inputs]
+        self._key_up = _by_lanes(latents.key_up.transpose(1, 2), self.groups, dtype)
+        self._value_up = _by_lanes(latents.value_up.transpose(1, 2), self.groups, dtype)
+        self.added_bytes = self._key_up.nbytes + self._value_up.nbytes
+        self._enter = compiled_entry(dtype)
+        self._attend = compiled_attention(dtype)
+        self._head_product = compiled_head_product(dtype)
+
+    # ------------------------------------------------------------------ kernel by kernel
+
+    def __call__(
+        self, query: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction
+    ) -> Tensor:
+        """See :class:`fused.forms.LatentKernel`."""
+        if cos.stride() != sin.stride() or cos.stride(1) != 1:
+            cos = cos.contiguous()
+            sin = sin.contiguous()
+        for call in self.norm_rotary_calls(query, latent, cos, sin):
+            run_rows(self._norm_rotary, call, rows=len(query), row_bytes=call.stride)
+        if isinstance(paged, PagedStep):
+            cache = paged.take_cache(self.form.layer)
+            if self.fits(cache):
+                return self._attend_slices(query, latent, cache, paged.meta)
+            return cache.attend(self.form.call(query, latent), cache, paged.meta)
+        return paged(self.form.call(query, latent))
+
+    def fits(self, cache: LayerCache) -> bool:
+        """Whether the kernels can read and write this cache."""
+        if not isinstance(cache.attend, LatentAttention) or cache.key_scale is not None:
+            return False
+        return cache.keys.dtype == self._dtype and cache.keys.is_contiguous()
+
+    def _attend_slices(
+        self, query: Tensor, latent: Tensor, cache: LayerCache, meta: AttentionMetadata
+    ) -> Tensor:
+        tokens = len(query)
+        form = self.form
+        out = query.new_empty(tokens, form.heads, form.latents.value_size)
+        step = prepare_latents(meta)
+        most = min(tokens, SLICE_TOKENS)
+        spare = torch.empty(most * self.floats_per_token, dtype=torch.float32)
+        threads = torch.get_num_threads()
+        for first in range(0, tokens, SLICE_TOKENS):
+            last = min(first + SLICE_TOKENS, tokens)
+            memory = self.memory(query[first:], latent[first:], spare, most, out[first:].data_ptr())
+            for kernel, arguments in self.steps(memory, cache):
+                if isinstance(arguments, LatentCall):
+                    _set_step(arguments, step.arguments, first)
+                arguments.count = last - first
+                kernel.run(arguments, threads)
+        return out
+
+    # ------------------------------------------------------------------ the kernels
+
+    @property
+    def floats_per_token(self) -> int:
+        """float32 that the kernels of a layer need for each token, between them."""
+        form = self.form
+        head_size = form.key_size + form.latents.rotary_size
+        return self.groups * (head_size + 2 * form.latents.rank) * LANES
+
+    def memory(
+        self, query: Tensor, latent: Tensor, spare: Tensor, tokens: int, out: int
+    ) -> LatentMemory:
+        """``spare`` has ``floats_per_token`` numbers for each of ``tokens``, ``out`` is an
+        address."""
+        form = self.form
+        size = self._dtype.itemsize
+        head_size = form.key_size + form.latents.rotary_size
+        turned = spare.data_ptr()
+        absorbed = turned + tokens * self.groups * head_size * VECTOR_BYTES
+        return LatentMemory(
+            query=query.data_ptr(),
+            query_stride=query.stride(0) * size,
+            latent=latent.data_ptr(),
+            latent_stride=latent.stride(0) * size,
+            turned=turned,
+            absorbed=absorbed,
+            mixed=absorbed + tokens * self.groups * form.latents.rank * VECTOR_BYTES,
+            out=out,
+        )
+
+    def steps(self, memory: LatentMemory, cache: LayerCache) -> list[ListedLatents]:
+        """The kernels, in the order in which they run."""
+        form = self.form
+        latents = form.latents
+        head_size = form.key_size + latents.rotary_size
+        call = LatentCall(
+            heads=form.heads,
+            groups=self.groups,
+            rank=latents.rank,
+            key_size=form.key_size,
+            rotary_size=latents.rotary_size,
+            scale=form.scale,
+            window=form.window or 0,
+            query=memory.query,
+            query_stride=memory.query_stride,
+            latent=memory.latent,
+            latent_stride=memory.latent_stride,
+            turned=memory.turned,
+            absorbed=memory.absorbed,
+            mixed=memory.mixed,
+            cache=cache.keys.data_ptr(),
+            padded=cache.keys.shape[-1],
+        )
+        absorb = HeadProductCall(
+            groups=self.groups,
+            outputs=latents.rank,
+            inputs=form.key_size,
+            x=memory.turned,
+            x_stride=self.groups * head_size * VECTOR_BYTES,
+            x_group_stride=head_size * VECTOR_BYTES,
+            weight=self._key_up.data_ptr(),
+            out=memory.absorbed,
+            out_stride=self.groups * latents.rank * VECTOR_BYTES,
+        )
+        expand = HeadProductCall(
+            groups=self.groups,
+            outputs=latents.value_size,
+            inputs=latents.rank,
+            x=memory.mixed,
+            x_stride=self.groups * latents.rank * VECTOR_BYTES,
+            x_group_stride=latents.rank * VECTOR_BYTES,
+            weight=self._value_up.data_ptr(),
+            out=memory.out,
+            out_stride=form.heads * latents.value_size * self._dtype.itemsize,
+            heads=form.heads,
+        )
+        return [
+            ListedLatents(self._enter, call),
+            ListedLatents(self._head_product, absorb),
+            ListedLatents(self._attend, LatentCall.from_buffer_copy(call)),
+            ListedLatents(self._head_product, expand),
+        ]
+
+    def norm_rotary_calls(
+        self, query: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, positions: int = 0
+    ) -> list[NormRotaryCall]:
+        """What normalises latents, and rotates these and the queries, in place; ``count`` is still
+        to be set. cos and sin have the same strides. ``positions``: the address of their rows; 0:
+        these are the tokens'."""
+        if not cos.dtype == sin.dtype == self._dtype:
+            raise Misfit("the angles of its rotary embedding are of another dtype")
+        form = self.form
+        latents = form.latents
+        size = self._dtype.itemsize
+        rotation: dict[str, Any] = {
+            "rows_per_item": 4,
+            "cos": cos.data_ptr(),
+            "sin": sin.data_ptr(),
+            "angle_stride": cos.stride(0) * size,
+            "positions": positions,
+            "rotary_size": latents.rotary_size,
+        }
+        rotate_query = NormRotaryCall(
+            data=query.data_ptr(),
+            out=query.data_ptr(),
+            stride=query.stride(0) * size,
+            query_heads=form.heads,
+            head_size=form.key_size + latents.rotary_size,
+            rotary_offset=form.key_size * size,
+            **rotation,
+        )
+        of_latents = {
+            "stride": latent.stride(0) * size,
+            "query_heads": 1,
+        }
+        norm = NormRotaryCall(
+            rows_per_item=4,
+            data=latent.data_ptr(),
+            out=latent.data_ptr(),
+            head_size=latents.rank,
+            query_scale=form.norm.scale.data_ptr(),
+            epsilon=form.norm.epsilon,
+            **of_latents,
+        )
+        shared = latent.data_ptr() + latents.rank * size
+        rotate_latent = NormRotaryCall(
+            data=shared, out=shared, head_size=latents.rotary_size, **of_latents, **rotation
+        )
+        return [rotate_query, norm, rotate_latent]
+
+
+def _by_lanes(weight: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A weight [heads, outputs, inputs] as [groups, outputs, inputs, 16 lanes]."""
+    heads, outputs, inputs = weight.shape
+    filled = torch.zeros(groups * LANES, outputs, inputs, dtype=dtype)
+    filled[:heads] = weight
+    return filled.view(groups, LANES, outputs, inputs).permute(0, 2, 3, 1).contiguous()
+
+
+def _set_step(arguments: LatentCall, of_step: LatentCall, first: int) -> None:
+    """Fill in the fields of a step, for tokens from ``first`` on."""
+    offset = first * I64_BYTES
+    arguments.block_size = of_step.block_size
+    arguments.table = of_step.table
+    arguments.table_width = of_step.table_width
+    arguments.slots = of_step.slots + offset
+    arguments.indices = of_step.indices + offset
+    arguments.row_of_token = of_step.row_of_token + offset
