@@ -1,5 +1,5 @@
-"""The kernels of attention over latents, against the same in plain torch; and a model of them as one
-native call."""
+"""The kernels of attention over latents, against the same in plain torch; and a model that has such
+attention, as one native call."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

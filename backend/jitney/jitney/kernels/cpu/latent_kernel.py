@@ -1,8 +1,9 @@
 """Attention over latents (``execution.latents``) in the absorbed form, as Numba kernels.
 
-Heads stand side by side in vectors of 16, *lane groups* (``head_product``): a key is one latent for
-all heads, so a score of 16 heads is a sum of products of one number of the latent and a vector of
-the queries. The softmax is online, eight keys at a time, in the order of the keys.
+A key is one latent for all heads. So vectors have one number of 16 pairs of token and head, a *lane
+group* (``head_product``): a score of 16 pairs is a sum of products of one number of the latent and
+a vector of the queries. The softmax is online, eight keys at a time, in the order of the keys. A
+lane sees the keys up to its own token, of its own row.
 
 :func:`enter_body` writes the new latents to the cache and turns the queries; then a head product
 makes the first part of the queries meet latents; :func:`attend_latents_body` attends.
@@ -13,7 +14,7 @@ Called by ``latent_layer``.
 import numpy as np
 
 from jitney.kernels.cpu.compiled import KernelCall, reader, record
-from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES
+from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES, ceil_div
 from jitney.kernels.cpu.simd import (
     LOG2_E,
     ZERO,
@@ -23,6 +24,7 @@ from jitney.kernels.cpu.simd import (
     fetch_add,
     fma,
     inner,
+    lane_max,
     larger,
     load,
     load_as,
@@ -31,6 +33,7 @@ from jitney.kernels.cpu.simd import (
     load_i64,
     load_one,
     memory_on_stack,
+    seen,
     splat,
     store,
     store_f32,
@@ -42,19 +45,22 @@ MOST_LATENT = 1024
 """Numbers of a latent with its rotary part, filled up to whole vectors: at most."""
 _I32_BYTES = 4
 _LEAST = np.float32(-1e30)
-"""Below every score: that of a key that no query sees."""
+"""Below every score: the largest of a lane that has seen no key."""
+_UNSEEN = np.float32(-2e30)
+"""The score of a key that a lane does not see. Its weight is 0, also beside _LEAST."""
+_NO_KEY = np.float32(1e9)
+"""Behind every context."""
+_SMALLEST = np.float32(1e-30)
 
 stack_of_keys = memory_on_stack(KEYS * MOST_LATENT * F32_BYTES)
+two_vectors_on_stack = memory_on_stack(2 * VECTOR_BYTES)
 
 
 @record
 class LatentCall(KernelCall):
-    """The arguments of both kernels; ``count`` is in tokens of the step. Strides are in bytes, from
-    token to token."""
+    """The arguments of both kernels; ``count`` is in tokens of the step."""
 
     heads: int
-    groups: int
-    """Lane groups: heads / 16, rounded up."""
     rank: int
     key_size: int
     """Of the part of a query that meets latents by a product."""
@@ -64,18 +70,18 @@ class LatentCall(KernelCall):
     window: int
     """How many keys a token sees. 0: all up to its own."""
     query: int
-    """Address of [tokens, heads, key size + rotary size], rotated."""
-    query_stride: int
+    """Address of [pairs, key size + rotary size], rotated."""
     latent: int
     """Address of the new latents, [tokens, rank + rotary size]."""
     latent_stride: int
+    """Bytes from token to token."""
     turned: int
-    """Address of float32 [tokens, groups, key size + rotary size, 16 lanes]: the queries, times
-    ``scale`` and log2(e)."""
+    """Address of float32 [groups, key size + rotary size, 16 lanes]: the queries, times ``scale``
+    and log2(e)."""
     absorbed: int
-    """Address of float32 [tokens, groups, rank, 16 lanes]: their first part as it meets latents."""
+    """Address of float32 [groups, rank, 16 lanes]: their first part as it meets latents."""
     mixed: int
-    """Address of float32 [tokens, groups, rank, 16 lanes]: the result."""
+    """Address of float32 [groups, rank, 16 lanes]: the result."""
     cache: int
     """Address of the layer's cache, [blocks, block size, padded]."""
     padded: int
@@ -101,39 +107,47 @@ read_latents = reader(LatentCall)
 
 
 @inner
-def turn_query(tag, call, token):
-    """The queries of a token, head by head, as vectors of heads."""
+def turn_queries(tag, call, group):
+    """The queries of a lane group, as vectors of 16 pairs."""
     size = element_bytes(tag)
     head_size = call.key_size + call.rotary_size
-    query = call.query + token * call.query_stride
-    out = call.turned + token * call.groups * head_size * VECTOR_BYTES
+    first = group * LANES
+    lanes = min(call.count * call.heads - first, LANES)
+    query = call.query + first * head_size * size
+    out = call.turned + group * head_size * VECTOR_BYTES
     factor = call.scale * LOG2_E
-    for group in range(call.groups):
-        first = group * LANES
-        last = min(call.heads - first, LANES)
-        for i in range(head_size):
-            for lane in range(last):
-                value = load_one(tag, query + ((first + lane) * head_size + i) * size)
-                store_f32(out + lane * F32_BYTES, value * factor)
-            for lane in range(last, LANES):
-                store_f32(out + lane * F32_BYTES, ZERO)
-            out += VECTOR_BYTES
+    for i in range(head_size):
+        for lane in range(lanes):
+            value = load_one(tag, query + (lane * head_size + i) * size)
+            store_f32(out + lane * F32_BYTES, value * factor)
+        for lane in range(lanes, LANES):
+            store_f32(out + lane * F32_BYTES, ZERO)
+        out += VECTOR_BYTES
+
+
+@inner
+def keep_latent(tag, call, token):
+    """Write a token's latent to the cache."""
+    size = element_bytes(tag)
+    kept = call.cache + load_i64(call.slots + token * I64_BYTES) * call.padded * size
+    latent = call.latent + token * call.latent_stride
+    for i in range(call.rank + call.rotary_size):
+        copy_element(tag, latent + i * size, kept + i * size)
 
 
 @inner
 def enter_body(tag, arguments):
     """Writes the latents of the step's tokens to the cache, and turns their queries."""
     call = read_latents(arguments)
-    size = element_bytes(tag)
+    groups = ceil_div(call.count * call.heads, LANES)
     while True:
-        token = fetch_add(arguments)  # the counter is the first field
-        if token >= call.count:
+        item = fetch_add(arguments)  # the counter is the first field
+        if item >= max(call.count, groups):
             return
-        kept = call.cache + load_i64(call.slots + token * I64_BYTES) * call.padded * size
-        latent = call.latent + token * call.latent_stride
-        for i in range(call.rank + call.rotary_size):
-            copy_element(tag, latent + i * size, kept + i * size)
-        turn_query(tag, call, token)
+        if item < call.count:
+            keep_latent(tag, call, item)
+        if item < groups:
+            turn_queries(tag, call, item)
 
 
 # --------------------------------------------------------------------------- attention
@@ -198,45 +212,42 @@ def mix_keys(out, rank, keys, key_bytes, factor, p):
 
 
 @inner
-def seen(score, number, count):
-    """The score of key ``number`` of ``count``; below every other if there is no such key."""
-    return score if number < count else splat(_LEAST)
+def attend_row(tag, call, group, row, lanes, state, keys):
+    """The keys of one row, for the lanes of a group that are of the row.
 
-
-@inner
-def attend_token(tag, call, token, group, keys):
-    """One token, 16 heads. At ``keys`` is memory for KEYS latents in float32."""
+    ``lanes`` is the address of two vectors, of the first key that each lane sees and of the last
+    one. ``state`` is that of two others: the largest score of each lane so far, and the sum of its
+    weights. At ``keys`` is memory for KEYS latents in float32. A lane that sees none of eight keys
+    keeps its state and its result bit by bit.
+    """
+    first_keys = load(lanes)
+    last_keys = load(lanes + VECTOR_BYTES)
     head_size = call.key_size + call.rotary_size
-    in_step = token * call.groups + group
-    absorbed = call.absorbed + in_step * call.rank * VECTOR_BYTES
-    rotary = call.turned + (in_step * head_size + call.key_size) * VECTOR_BYTES
-    out = call.mixed + in_step * call.rank * VECTOR_BYTES
-    for i in range(call.rank):
-        store(out + i * VECTOR_BYTES, splat(ZERO))
-    last = load_i64(call.indices + token * I64_BYTES)
-    row = load_i64(call.row_of_token + token * I64_BYTES)
+    absorbed = call.absorbed + group * call.rank * VECTOR_BYTES
+    rotary = call.turned + (group * head_size + call.key_size) * VECTOR_BYTES
+    out = call.mixed + group * call.rank * VECTOR_BYTES
     key_bytes = call.padded * F32_BYTES
-    most = splat(_LEAST)
-    total = splat(ZERO)
-    first = np.int64(0)
-    if call.window != 0:
-        first = max(first, last + 1 - call.window)
+    most = load(state)
+    total = load(state + VECTOR_BYTES)
+    last = np.int64(lane_max(last_keys))
+    # Always from a multiple of KEYS: so a token's sums do not depend on those beside it.
+    first = -np.int64(lane_max(splat(ZERO) - first_keys)) // KEYS * KEYS
     while first <= last:
-        count = min(last + 1 - first, KEYS)
-        widen_keys(tag, call, row, first, count, keys)
+        widen_keys(tag, call, row, first, min(last + 1 - first, KEYS), keys)
         zero = splat(ZERO)
         s = (zero, zero, zero, zero, zero, zero, zero, zero)
         s = add_products(absorbed, call.rank, keys, key_bytes, s)
         rotary_keys = keys + call.rank * F32_BYTES
         s = add_products(rotary, call.rotary_size, rotary_keys, key_bytes, s)
-        s0 = s[0]
-        s1 = seen(s[1], 1, count)
-        s2 = seen(s[2], 2, count)
-        s3 = seen(s[3], 3, count)
-        s4 = seen(s[4], 4, count)
-        s5 = seen(s[5], 5, count)
-        s6 = seen(s[6], 6, count)
-        s7 = seen(s[7], 7, count)
+        key = splat(np.float32(first))
+        s0 = seen(s[0], key, first_keys, last_keys)
+        s1 = seen(s[1], key + splat(np.float32(1)), first_keys, last_keys)
+        s2 = seen(s[2], key + splat(np.float32(2)), first_keys, last_keys)
+        s3 = seen(s[3], key + splat(np.float32(3)), first_keys, last_keys)
+        s4 = seen(s[4], key + splat(np.float32(4)), first_keys, last_keys)
+        s5 = seen(s[5], key + splat(np.float32(5)), first_keys, last_keys)
+        s6 = seen(s[6], key + splat(np.float32(6)), first_keys, last_keys)
+        s7 = seen(s[7], key + splat(np.float32(7)), first_keys, last_keys)
         low = larger(larger(s0, s1), larger(s2, s3))
         high = larger(larger(s4, s5), larger(s6, s7))
         new_most = larger(most, larger(low, high))
@@ -250,10 +261,53 @@ def attend_token(tag, call, token, group, keys):
         p5 = exp2(s5 - most)
         p6 = exp2(s6 - most)
         p7 = exp2(s7 - most)
-        total = total * factor + ((p0 + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7))
+        total = total * factor + (((p0 + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7)))
         p = (p0, p1, p2, p3, p4, p5, p6, p7)
         mix_keys(out, call.rank, keys, key_bytes, factor, p)
         first += KEYS
+    store(state, most)
+    store(state + VECTOR_BYTES, total)
+
+
+@inner
+def fill_lanes(call, group, row, lanes):
+    """Fill in the first and the last key that each lane of a group sees of this row: none, if it is
+    of another row. Returns the next row of the group; if there is none, a negative number."""
+    next_row = np.int64(-1)
+    for lane in range(LANES):
+        token = (group * LANES + lane) // call.heads
+        first = np.float32(_NO_KEY)
+        last = np.float32(-1)
+        if token < call.count:
+            row_of_lane = load_i64(call.row_of_token + token * I64_BYTES)
+            if row_of_lane == row:
+                index = load_i64(call.indices + token * I64_BYTES)
+                first = ZERO
+                if call.window != 0:
+                    first = np.float32(max(0, index + 1 - call.window))
+                last = np.float32(index)
+            elif row_of_lane > row and next_row < 0:
+                next_row = row_of_lane
+        store_f32(lanes + lane * F32_BYTES, first)
+        store_f32(lanes + VECTOR_BYTES + lane * F32_BYTES, last)
+    return next_row
+
+
+@inner
+def attend_group(tag, call, group, lanes, state, keys):
+    """One lane group, whose tokens may be of several rows."""
+    out = call.mixed + group * call.rank * VECTOR_BYTES
+    for i in range(call.rank):
+        store(out + i * VECTOR_BYTES, splat(ZERO))
+    store(state, splat(_LEAST))
+    store(state + VECTOR_BYTES, splat(ZERO))
+    row = load_i64(call.row_of_token + group * LANES // call.heads * I64_BYTES)
+    while row >= 0:
+        next_row = fill_lanes(call, group, row, lanes)
+        attend_row(tag, call, group, row, lanes, state, keys)
+        row = next_row
+    # Of lanes behind the last pair the sum is 0.
+    total = larger(load(state + VECTOR_BYTES), splat(_SMALLEST))
     for i in range(call.rank):
         store(out + i * VECTOR_BYTES, load(out + i * VECTOR_BYTES) / total)
 
@@ -263,8 +317,11 @@ def attend_latents_body(tag, arguments):
     """Causal attention over the block table of each token's row."""
     call = read_latents(arguments)
     keys = stack_of_keys()
+    lanes = two_vectors_on_stack()
+    state = two_vectors_on_stack()
+    groups = ceil_div(call.count * call.heads, LANES)
     while True:
         item = fetch_add(arguments)  # the counter is the first field
-        if item >= call.count * call.groups:
+        if item >= groups:
             return
-        attend_token(tag, call, item // call.groups, item % call.groups, keys)
+        attend_group(tag, call, item, lanes, state, keys)

@@ -5,6 +5,7 @@ are steps of a native call.
 """
 
 import ctypes
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from jitney.kernels.fused.forms import LatentForm, Misfit
 
 SLICE_TOKENS = 128
 """Tokens that are computed at once where the kernels are called one by one: what lies between them
-takes 200 KiB a token with 128 heads."""
+takes 600 KiB a token with 128 heads and latents of 512."""
 OF_STEP = slice(
     LatentCall.block_size.offset // I64_BYTES,  # type: ignore[attr-defined]
     ctypes.sizeof(LatentCall) // I64_BYTES,
@@ -71,7 +72,6 @@ class LatentMemory(NamedTuple):
     """Addresses of what the kernels of a layer read and write. Strides are in bytes."""
 
     query: int
-    query_stride: int
     latent: int
     latent_stride: int
     turned: int
@@ -123,18 +123,16 @@ class CpuLatentLayer:
         self.form = form
         self._dtype = dtype
         self._norm_rotary = norm_rotary
-        self.groups = ceil_div(form.heads, LANES)
-        self.width = latents.rank + latents.rotary_size
-        """Of a latent with its rotary part."""
-        padded = ceil_div(self.width, LANES) * LANES
-        if padded > MOST_LATENT:
+        # Which heads the lanes of a group have repeats after so many groups.
+        self._patterns = form.heads // math.gcd(form.heads, LANES)
+        if latents.rank + latents.rotary_size > MOST_LATENT:
             raise Misfit(f"its latents have more than {MOST_LATENT} numbers")
         for size in (latents.rank, latents.value_size):
             if size % OUTPUTS_PER_ITEM != 0:
                 raise Misfit(f"its sizes are no multiples of {OUTPUTS_PER_ITEM}")
         # [heads, outputs, inputs]
-        self._key_up = _by_lanes(latents.key_up.transpose(1, 2), self.groups, dtype)
-        self._value_up = _by_lanes(latents.value_up.transpose(1, 2), self.groups, dtype)
+        self._key_up = _by_lanes(latents.key_up.transpose(1, 2), self._patterns, dtype)
+        self._value_up = _by_lanes(latents.value_up.transpose(1, 2), self._patterns, dtype)
         self.added_bytes = self._key_up.nbytes + self._value_up.nbytes
         self._enter = compiled_entry(dtype)
         self._attend = compiled_attention(dtype)
@@ -172,7 +170,7 @@ class CpuLatentLayer:
         out = query.new_empty(tokens, form.heads, form.latents.value_size)
         step = prepare_latents(meta)
         most = min(tokens, SLICE_TOKENS)
-        spare = torch.empty(most * self.floats_per_token, dtype=torch.float32)
+        spare = torch.empty(self.spare_floats(most), dtype=torch.float32)
         threads = torch.get_num_threads()
         for first in range(0, tokens, SLICE_TOKENS):
             last = min(first + SLICE_TOKENS, tokens)
@@ -186,31 +184,34 @@ class CpuLatentLayer:
 
     # ------------------------------------------------------------------ the kernels
 
+    def spare_floats(self, tokens: int) -> int:
+        """float32 that lie between the kernels of a layer, for so many tokens."""
+        return self._groups(tokens) * (self._head_size + 2 * self.form.latents.rank) * LANES
+
+    def _groups(self, tokens: int) -> int:
+        """Lane groups of so many tokens (``head_product``)."""
+        return ceil_div(tokens * self.form.heads, LANES)
+
     @property
-    def floats_per_token(self) -> int:
-        """float32 that the kernels of a layer need for each token, between them."""
-        form = self.form
-        head_size = form.key_size + form.latents.rotary_size
-        return self.groups * (head_size + 2 * form.latents.rank) * LANES
+    def _head_size(self) -> int:
+        """Of a query."""
+        return self.form.key_size + self.form.latents.rotary_size
 
     def memory(
         self, query: Tensor, latent: Tensor, spare: Tensor, tokens: int, out: int
     ) -> LatentMemory:
-        """``spare`` has ``floats_per_token`` numbers for each of ``tokens``, ``out`` is an
-        address."""
-        form = self.form
-        size = self._dtype.itemsize
-        head_size = form.key_size + form.latents.rotary_size
+        """``spare`` has :meth:`spare_floats` of so many tokens, ``out`` is an address."""
+        assert query.is_contiguous()
+        groups = self._groups(tokens)
         turned = spare.data_ptr()
-        absorbed = turned + tokens * self.groups * head_size * VECTOR_BYTES
+        absorbed = turned + groups * self._head_size * VECTOR_BYTES
         return LatentMemory(
             query=query.data_ptr(),
-            query_stride=query.stride(0) * size,
             latent=latent.data_ptr(),
-            latent_stride=latent.stride(0) * size,
+            latent_stride=latent.stride(0) * self._dtype.itemsize,
             turned=turned,
             absorbed=absorbed,
-            mixed=absorbed + tokens * self.groups * form.latents.rank * VECTOR_BYTES,
+            mixed=absorbed + groups * self.form.latents.rank * VECTOR_BYTES,
             out=out,
         )
 
@@ -218,17 +219,14 @@ class CpuLatentLayer:
         """The kernels, in the order in which they run."""
         form = self.form
         latents = form.latents
-        head_size = form.key_size + latents.rotary_size
         call = LatentCall(
             heads=form.heads,
-            groups=self.groups,
             rank=latents.rank,
             key_size=form.key_size,
             rotary_size=latents.rotary_size,
             scale=form.scale,
             window=form.window or 0,
             query=memory.query,
-            query_stride=memory.query_stride,
             latent=memory.latent,
             latent_stride=memory.latent_stride,
             turned=memory.turned,
@@ -238,27 +236,25 @@ class CpuLatentLayer:
             padded=cache.keys.shape[-1],
         )
         absorb = HeadProductCall(
-            groups=self.groups,
+            heads=form.heads,
+            patterns=self._patterns,
             outputs=latents.rank,
             inputs=form.key_size,
             x=memory.turned,
-            x_stride=self.groups * head_size * VECTOR_BYTES,
-            x_group_stride=head_size * VECTOR_BYTES,
+            x_stride=self._head_size * VECTOR_BYTES,
             weight=self._key_up.data_ptr(),
             out=memory.absorbed,
-            out_stride=self.groups * latents.rank * VECTOR_BYTES,
         )
         expand = HeadProductCall(
-            groups=self.groups,
+            heads=form.heads,
+            patterns=self._patterns,
             outputs=latents.value_size,
             inputs=latents.rank,
             x=memory.mixed,
-            x_stride=self.groups * latents.rank * VECTOR_BYTES,
-            x_group_stride=latents.rank * VECTOR_BYTES,
+            x_stride=latents.rank * VECTOR_BYTES,
             weight=self._value_up.data_ptr(),
             out=memory.out,
-            out_stride=form.heads * latents.value_size * self._dtype.itemsize,
-            heads=form.heads,
+            to_rows=1,
         )
         return [
             ListedLatents(self._enter, call),
@@ -315,12 +311,11 @@ class CpuLatentLayer:
         return [rotate_query, norm, rotate_latent]
 
 
-def _by_lanes(weight: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A weight [heads, outputs, inputs] as [groups, outputs, inputs, 16 lanes]."""
-    heads, outputs, inputs = weight.shape
-    filled = torch.zeros(groups * LANES, outputs, inputs, dtype=dtype)
-    filled[:heads] = weight
-    return filled.view(groups, LANES, outputs, inputs).permute(0, 2, 3, 1).contiguous()
+def _by_lanes(weight: Tensor, patterns: int, dtype: torch.dtype) -> Tensor:
+    """A weight [heads, outputs, inputs] as [patterns, outputs, inputs, 16 lanes]."""
+    heads = torch.arange(patterns * LANES) % len(weight)
+    by_lane = weight[heads].to(dtype).unflatten(0, (patterns, LANES))
+    return by_lane.permute(0, 2, 3, 1).contiguous()
 
 
 def _set_step(arguments: LatentCall, of_step: LatentCall, first: int) -> None:

@@ -52,6 +52,7 @@ from jitney.kernels.cpu.program_fit import (
     can_run_layer,
     fits_cache,
     have_whole_columns,
+    spare_floats,
     widths_of,
 )
 from jitney.kernels.cpu.program_kernel import (
@@ -358,7 +359,7 @@ class LayerProgram:
             convolved=empty(widths.convolved),
             low=empty(widths.low),
             latent=empty(widths.latent),
-            spare=torch.empty(tokens * widths.spare, dtype=torch.float32),
+            spare=torch.empty(spare_floats(self._layers, tokens), dtype=torch.float32),
             mixed=empty(widths.mixed),
             inside=empty(widths.inside),
             rows=np.zeros((tokens, ROW_FIELDS), np.int64),

@@ -1,5 +1,7 @@
-"""Which fused layers can be part of a ``program``, over which caches, and the memory they need. Called
-by it."""
+"""Which fused layers can be part of a ``program``, over which caches, and the memory they need.
+
+Called by it.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -96,9 +98,18 @@ class Widths(NamedTuple):
     convolved: int
     low: int
     latent: int
-    spare: int
     mixed: int
     inside: int
+
+
+def spare_floats(layers: Sequence[FusedDecoderLayer], tokens: int) -> int:
+    """Of ``Activations.spare``, for so many tokens."""
+    most = 0
+    for layer in layers:
+        if isinstance(layer.mixer, FusedLatents):
+            kernel: Any = layer.mixer.kernel
+            most = max(most, kernel.spare_floats(tokens))
+    return most
 
 
 def widths_of(layers: Sequence[FusedDecoderLayer]) -> Widths:
@@ -114,7 +125,6 @@ def widths_of(layers: Sequence[FusedDecoderLayer]) -> Widths:
         convolved=max((mixer.form.conv.channels for mixer in states), default=0),
         low=max((product.out_features for product in low), default=0),
         latent=max((mixer.latent.out_features for mixer in over_latents), default=0),
-        spare=max((mixer.kernel.floats_per_token for mixer in over_latents), default=0),
         mixed=max(output.in_features for output in outputs),
         inside=max(mlp.down.in_features for mlp in mlps),
     )

@@ -337,6 +337,16 @@ def keep_between(builder, value, first, end, other):
     return builder.select(inside, value, broadcast(builder, other))
 
 
+@emitted(vector, vector, vector, vector, vector)
+def seen(builder, score, key, first, last):
+    """Lanes of ``score`` whose key is from ``first`` to ``last``, and -2e30 in all other lanes."""
+    inside = builder.and_(
+        builder.fcmp_ordered(">=", key, first),
+        builder.fcmp_ordered("<=", key, last),
+    )
+    return builder.select(inside, score, constant(f32x, -2e30))
+
+
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""
