@@ -3,10 +3,10 @@
     python -m benchmarks.kinds                          # both sizes, W1 and W2
     python -m benchmarks.kinds --sizes small --kinds lfm2 deepseek_v3 --requests 16
 
-Each kind and the Llama run at once, with a thread each, on one core: what disturbs one disturbs the
-other as much (``benchmarks.against``). A ratio is of one pair, and above 1 where the kind is faster.
-All have random weights in bfloat16, the same width, depth and vocabulary, and an MLP that makes
-them as large as the Llama. ``--plain`` leaves out what makes a kind fast: transformers' own modules.
+Each kind and the Llama run at once, with a thread each, on one core: what disturbs one disturbs
+the other as much (``benchmarks.against``). A ratio is of one pair; above 1 the kind is faster. All
+have random weights in bfloat16, the same width, depth and vocabulary, and an MLP that makes them as
+large as the Llama. ``--plain`` leaves out what makes a kind fast.
 """
 
 import argparse

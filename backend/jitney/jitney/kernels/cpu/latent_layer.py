@@ -18,25 +18,32 @@ from jitney.execution.interface import LayerCache, PagedFunction, PagedStep
 from jitney.execution.latents import LatentAttention
 from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.compiled import Kernel, KernelCall
-from jitney.kernels.cpu.emit import I64_BYTES, LANES, VECTOR_BYTES, ceil_div
+from jitney.kernels.cpu.emit import I64_BYTES, LANES, VECTOR_BYTES, ceil_div, host_has, round_up
 from jitney.kernels.cpu.head_product import OUTPUTS_PER_ITEM, HeadProductCall, head_product_body
 from jitney.kernels.cpu.latent_kernel import (
+    KEYS,
     MOST_LATENT,
     LatentCall,
     attend_latents_body,
     enter_body,
 )
 from jitney.kernels.cpu.norm_rotary_kernel import NormRotaryCall, run_rows
+from jitney.kernels.cpu.simd import BF16, WIDE
 from jitney.kernels.fused.forms import LatentForm, Misfit
 
 SLICE_TOKENS = 128
 """Tokens that are computed at once where the kernels are called one by one: what lies between them
 takes 600 KiB a token with 128 heads and latents of 512."""
 OF_STEP = slice(
-    LatentCall.block_size.offset // I64_BYTES,  # type: ignore[attr-defined]
+    LatentCall.lanes.offset // I64_BYTES,  # type: ignore[attr-defined]
     ctypes.sizeof(LatentCall) // I64_BYTES,
 )
 """The fields of LatentCall that are a step's, as int64."""
+PRODUCT_OF_STEP = slice(
+    HeadProductCall.lanes.offset // I64_BYTES,  # type: ignore[attr-defined]
+    ctypes.sizeof(HeadProductCall) // I64_BYTES,
+)
+"""The same of HeadProductCall."""
 
 # Compiled, or loaded from the cache of compiled code, at first use.
 
@@ -44,19 +51,29 @@ OF_STEP = slice(
 @lru_cache
 def compiled_entry(dtype: torch.dtype) -> Kernel:
     tag = TAGS[dtype]
-    return Kernel(lambda address: enter_body(tag, address))
+    product = _product_tag(dtype)
+    return Kernel(lambda address: enter_body(tag, product, address))
 
 
 @lru_cache
 def compiled_attention(dtype: torch.dtype) -> Kernel:
     tag = TAGS[dtype]
-    return Kernel(lambda address: attend_latents_body(tag, address))
+    product = _product_tag(dtype)
+    return Kernel(lambda address: attend_latents_body(tag, product, address))
 
 
 @lru_cache
 def compiled_head_product(dtype: torch.dtype) -> Kernel:
     tag = TAGS[dtype]
-    return Kernel(lambda address: head_product_body(tag, address))
+    product = _product_tag(dtype)
+    return Kernel(lambda address: head_product_body(tag, product, address))
+
+
+def _product_tag(dtype: torch.dtype) -> Any:
+    """That of ``pair_products``."""
+    if dtype == torch.bfloat16 and not host_has("avx512bf16"):
+        return WIDE
+    return TAGS[dtype]
 
 
 class LatentStep(NamedTuple):
@@ -64,6 +81,9 @@ class LatentStep(NamedTuple):
 
     arguments: LatentCall
     """The fields :data:`OF_STEP` are filled in."""
+    lanes: int
+    """See ``head_product``, and so for the next one."""
+    patterns: int
     owned: tuple[np.ndarray, ...]
     """The memory that the arguments point to, so that it lives as long as they do."""
 
@@ -88,10 +108,17 @@ class ListedLatents(NamedTuple):
     arguments: KernelCall
 
 
-def prepare_latents(meta: AttentionMetadata) -> LatentStep:
-    """The step of ``meta``. It is made for the first layer; ``meta`` keeps it for the others."""
-    step = meta.plans.get(LatentStep)
+def prepare_latents(meta: AttentionMetadata, heads: int) -> LatentStep:
+    """The step of ``meta`` in layers of so many heads. It is made for the first of them; ``meta``
+    keeps it for the others."""
+    key = (LatentStep, heads)
+    step = meta.plans.get(key)
     if step is None:
+        # Where each row has one token, a lane group of two rows would have to read the keys of
+        # both: so each token begins a group.
+        lanes = heads
+        if meta.max_query_len == 1 and heads > LANES // 2:
+            lanes = round_up(heads, LANES)
         ends = meta.query_start[1:].numpy().astype(np.int64)
         lengths = np.diff(ends, prepend=0)
         row_of_token = np.repeat(np.arange(len(ends)), lengths)
@@ -100,6 +127,7 @@ def prepare_latents(meta: AttentionMetadata) -> LatentStep:
         contexts = meta.context_len.numpy() - ends
         indices = np.arange(len(row_of_token)) + contexts[row_of_token]
         arguments = LatentCall(
+            lanes=lanes,
             block_size=meta.block_size,
             table=meta.block_table.data_ptr(),
             table_width=meta.block_table.stride(0),
@@ -107,8 +135,9 @@ def prepare_latents(meta: AttentionMetadata) -> LatentStep:
             indices=indices.ctypes.data,
             row_of_token=row_of_token.ctypes.data,
         )
-        step = LatentStep(arguments, owned=(indices, row_of_token))
-        meta.plans[LatentStep] = step
+        patterns = lanes // math.gcd(lanes, LANES)
+        step = LatentStep(arguments, lanes, patterns, owned=(indices, row_of_token))
+        meta.plans[key] = step
     assert isinstance(step, LatentStep)
     return step
 
@@ -123,16 +152,16 @@ class CpuLatentLayer:
         self.form = form
         self._dtype = dtype
         self._norm_rotary = norm_rotary
-        # Which heads the lanes of a group have repeats after so many groups.
-        self._patterns = form.heads // math.gcd(form.heads, LANES)
         if latents.rank + latents.rotary_size > MOST_LATENT:
             raise Misfit(f"its latents have more than {MOST_LATENT} numbers")
         for size in (latents.rank, latents.value_size):
             if size % OUTPUTS_PER_ITEM != 0:
                 raise Misfit(f"its sizes are no multiples of {OUTPUTS_PER_ITEM}")
+        if form.key_size % 2 != 0 or latents.rotary_size % 2 != 0:
+            raise Misfit("its queries have an odd number of elements")
         # [heads, outputs, inputs]
-        self._key_up = _by_lanes(latents.key_up.transpose(1, 2), self._patterns, dtype)
-        self._value_up = _by_lanes(latents.value_up.transpose(1, 2), self._patterns, dtype)
+        self._key_up = _by_lanes(latents.key_up.transpose(1, 2), dtype)
+        self._value_up = _by_lanes(latents.value_up.transpose(1, 2), dtype)
         self.added_bytes = self._key_up.nbytes + self._value_up.nbytes
         self._enter = compiled_entry(dtype)
         self._attend = compiled_attention(dtype)
@@ -160,6 +189,8 @@ class CpuLatentLayer:
         """Whether the kernels can read and write this cache."""
         if not isinstance(cache.attend, LatentAttention) or cache.key_scale is not None:
             return False
+        if cache.keys.shape[2] % KEYS != 0:
+            return False
         return cache.keys.dtype == self._dtype and cache.keys.is_contiguous()
 
     def _attend_slices(
@@ -168,7 +199,7 @@ class CpuLatentLayer:
         tokens = len(query)
         form = self.form
         out = query.new_empty(tokens, form.heads, form.latents.value_size)
-        step = prepare_latents(meta)
+        step = prepare_latents(meta, form.heads)
         most = min(tokens, SLICE_TOKENS)
         spare = torch.empty(self.spare_floats(most), dtype=torch.float32)
         threads = torch.get_num_threads()
@@ -178,6 +209,9 @@ class CpuLatentLayer:
             for kernel, arguments in self.steps(memory, cache):
                 if isinstance(arguments, LatentCall):
                     _set_step(arguments, step.arguments, first)
+                else:
+                    arguments.lanes = step.lanes
+                    arguments.patterns = step.patterns
                 arguments.count = last - first
                 kernel.run(arguments, threads)
         return out
@@ -189,8 +223,8 @@ class CpuLatentLayer:
         return self._groups(tokens) * (self._head_size + 2 * self.form.latents.rank) * LANES
 
     def _groups(self, tokens: int) -> int:
-        """Lane groups of so many tokens (``head_product``)."""
-        return ceil_div(tokens * self.form.heads, LANES)
+        """The most lane groups of so many tokens (``head_product``)."""
+        return tokens * ceil_div(self.form.heads, LANES)
 
     @property
     def _head_size(self) -> int:
@@ -219,6 +253,9 @@ class CpuLatentLayer:
         """The kernels, in the order in which they run."""
         form = self.form
         latents = form.latents
+        # Of 16 lanes of a pair (``pair_products``).
+        is_packed = _product_tag(self._dtype) is BF16
+        pair_bytes = VECTOR_BYTES if is_packed else 2 * VECTOR_BYTES
         call = LatentCall(
             heads=form.heads,
             rank=latents.rank,
@@ -237,19 +274,17 @@ class CpuLatentLayer:
         )
         absorb = HeadProductCall(
             heads=form.heads,
-            patterns=self._patterns,
             outputs=latents.rank,
-            inputs=form.key_size,
+            pairs=form.key_size // 2,
             x=memory.turned,
-            x_stride=self._head_size * VECTOR_BYTES,
+            x_stride=self._head_size // 2 * pair_bytes,
             weight=self._key_up.data_ptr(),
             out=memory.absorbed,
         )
         expand = HeadProductCall(
             heads=form.heads,
-            patterns=self._patterns,
             outputs=latents.value_size,
-            inputs=latents.rank,
+            pairs=latents.rank // 2,
             x=memory.mixed,
             x_stride=latents.rank * VECTOR_BYTES,
             weight=self._value_up.data_ptr(),
@@ -311,16 +346,22 @@ class CpuLatentLayer:
         return [rotate_query, norm, rotate_latent]
 
 
-def _by_lanes(weight: Tensor, patterns: int, dtype: torch.dtype) -> Tensor:
-    """A weight [heads, outputs, inputs] as [patterns, outputs, inputs, 16 lanes]."""
-    heads = torch.arange(patterns * LANES) % len(weight)
-    by_lane = weight[heads].to(dtype).unflatten(0, (patterns, LANES))
-    return by_lane.permute(0, 2, 3, 1).contiguous()
+def _by_lanes(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight [heads, outputs, inputs] as [patterns, outputs, pairs of inputs, 16 lanes]: in
+    bfloat16 both inputs of a lane are neighbours, in float32 all lanes are."""
+    heads = len(weight)
+    patterns = heads // math.gcd(heads, LANES)
+    of_lanes = torch.arange(patterns * LANES) % heads
+    by_lane = weight[of_lanes].to(dtype).unflatten(0, (patterns, LANES)).unflatten(-1, (-1, 2))
+    # [patterns, lanes, outputs, pairs, 2]
+    order = (0, 2, 3, 1, 4) if dtype == torch.bfloat16 else (0, 2, 3, 4, 1)
+    return by_lane.permute(*order).contiguous()
 
 
 def _set_step(arguments: LatentCall, of_step: LatentCall, first: int) -> None:
     """Fill in the fields of a step, for tokens from ``first`` on."""
     offset = first * I64_BYTES
+    arguments.lanes = of_step.lanes
     arguments.block_size = of_step.block_size
     arguments.table = of_step.table
     arguments.table_width = of_step.table_width

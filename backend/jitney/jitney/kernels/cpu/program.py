@@ -43,7 +43,7 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
-from jitney.kernels.cpu.latent_layer import OF_STEP, prepare_latents
+from jitney.kernels.cpu.latent_layer import OF_STEP, PRODUCT_OF_STEP, prepare_latents
 from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_call import ProductCall
@@ -110,6 +110,14 @@ class _AttentionKind:
 
 
 @dataclass(frozen=True)
+class _LatentKernels:
+    """The records of the kernels over latents, as in ``program_list.LatentKernels``."""
+
+    attention: RecordIndex
+    products: RecordIndex
+
+
+@dataclass(frozen=True)
 class _Memory:
     """Activations of at most ``tokens`` tokens, and the records of all kernels over them."""
 
@@ -125,10 +133,8 @@ class _Memory:
     """The kernels that have items for each row, and how many (``RowItems``)."""
     items_per_row: np.ndarray
     """int64 [row kernels]"""
-    latent_kernels: RecordIndex
-    """The kernels with a LatentCall."""
-    has_latents: bool
-    """Whether there are any."""
+    latent_kernels: dict[int, _LatentKernels]
+    """By the number of heads."""
     adapted: AdaptedSteps | None
 
 
@@ -249,10 +255,12 @@ class LayerProgram:
             rows = paged.cache.row_table
             activations.rows[: len(rows)] = rows
             memory.records[memory.row_kernels, COUNT] = len(rows) * memory.items_per_row
-        if memory.has_latents:
-            latent_step = prepare_latents(paged.meta)
+        for heads, kernels in memory.latent_kernels.items():
+            latent_step = prepare_latents(paged.meta, heads)
             fields = np.frombuffer(bytes(latent_step.arguments), np.int64)
-            memory.records[memory.latent_kernels, OF_STEP] = fields[OF_STEP]
+            memory.records[kernels.attention, OF_STEP] = fields[OF_STEP]
+            of_step = (latent_step.lanes, latent_step.patterns)
+            memory.records[kernels.products, PRODUCT_OF_STEP] = of_step
         normed = activations.normed[:num_asked]
         if not isinstance(self._head, ColumnLinear):
             self._run()
@@ -336,8 +344,10 @@ class LayerProgram:
                 for kind in listed.kinds.values()
             ],
             row_kernels=_index_of([items.kernel for items in listed.row_items]),
-            latent_kernels=_index_of(listed.latent_kernels),
-            has_latents=bool(listed.latent_kernels),
+            latent_kernels={
+                heads: _LatentKernels(_index_of(kernels.attention), _index_of(kernels.products))
+                for heads, kernels in listed.latent_kernels.items()
+            },
             items_per_row=np.array([items.per_row for items in listed.row_items], np.int64),
             adapted=adapted,
         )

@@ -152,6 +152,16 @@ class LayerKind:
     """The same of those that attend."""
 
 
+@dataclass
+class LatentKernels:
+    """The indices of the kernels over latents, in layers of so many heads."""
+
+    attention: list[int] = field(default_factory=list)
+    """Those with a LatentCall."""
+    products: list[int] = field(default_factory=list)
+    """Those with a HeadProductCall."""
+
+
 class RowItems(NamedTuple):
     """A kernel that has items for each row of a step."""
 
@@ -197,8 +207,8 @@ class KernelList:
     kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
     row_items: list[RowItems] = field(default_factory=list)
-    latent_kernels: list[int] = field(default_factory=list)
-    """The indices of the kernels with a LatentCall."""
+    latent_kernels: dict[int, LatentKernels] = field(default_factory=dict)
+    """By the number of heads."""
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
@@ -351,8 +361,11 @@ class KernelList:
             out=self.activations.mixed.data_ptr(),
         )
         for step in layer.steps(memory, self.caches[mixer.form.layer]):
+            kernels = self.latent_kernels.setdefault(mixer.form.heads, LatentKernels())
             if isinstance(step.arguments, LatentCall):
-                self.latent_kernels.append(len(self.kernels))
+                kernels.attention.append(len(self.kernels))
+            else:
+                kernels.products.append(len(self.kernels))
             self._add(step.kernel, step.arguments)
 
     def _add_states(self, mixer: FusedStates) -> None:
