@@ -73,13 +73,17 @@ read_head_product = reader(HeadProductCall)
 def store_row(tag, call, spare, group, output, value):
     """One output of a lane group, in rows. At ``spare`` is memory for a vector."""
     store(spare, value)
-    first = group * LANES
+    token = group * LANES // call.lanes
+    head = group * LANES % call.lanes
     for lane in range(LANES):
-        token = (first + lane) // call.lanes
-        head = (first + lane) % call.lanes
         if head < call.heads and token < call.count:
             place = ((token * call.heads + head) * call.outputs + output) * element_bytes(tag)
             store_one(tag, call.out + place, load_f32(spare + lane * F32_BYTES))
+        # A division for each lane would take longer than the product.
+        head += 1
+        if head == call.lanes:
+            head = 0
+            token += 1
 
 
 @inner

@@ -1,9 +1,9 @@
 """Attention over latents (``execution.latents``) in the absorbed form, as Numba kernels.
 
-A key is one latent for all heads. So vectors have one number of 16 lanes, which are tokens and their
-heads (``head_product``): a score is a sum of products of pairs of a latent's numbers, the same in
-all lanes, and pairs of the queries' (``pair_products``). The softmax is online, eight keys at a
-time, in the order of the keys. A lane sees the keys up to its own token, of its own row.
+A key is one latent for all heads. So vectors have one number of 16 lanes, which are tokens and
+their heads (``head_product``): a score is a sum of products of pairs of a latent's numbers, the
+same in all lanes, and pairs of the queries' (``pair_products``). The softmax is online, eight keys
+at a time, in the order of the keys. A lane sees the keys up to its own token, of its own row.
 
 :func:`enter_body` writes the new latents to the cache and turns the queries; then a head product
 makes the first part of the queries meet latents; :func:`attend_latents_body` attends.

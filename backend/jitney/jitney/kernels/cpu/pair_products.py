@@ -26,7 +26,7 @@ from jitney.kernels.cpu.emit import (
     emitted,
     f32,
     f32x,
-    i16,
+    i16x,
     i32,
     i32x,
     i64,
@@ -67,10 +67,7 @@ def is_packed(builder, product):
 @emitted(types.void, TAG, types.intp, types.intp, types.intp)
 def interleave(builder, element, even, odd, out):
     """16 pairs of an element at ``even`` and one at ``odd``, written to ``out``."""
-    if element == F32_TYPE:
-        bits = ir.VectorType(i32, LANES)
-    else:
-        bits = ir.VectorType(i16, LANES)
+    bits = i32x if element == F32_TYPE else i16x
     first = builder.load(pointer(builder, even, bits), align=2)
     second = builder.load(pointer(builder, odd, bits), align=2)
     order = [place for lane in range(LANES) for place in (lane, LANES + lane)]

@@ -36,8 +36,9 @@ Layers with states (``states``) and attention over latents (``latents``) are pro
 Those with states are also run in steps, each of which goes on after the state that the step before
 has left.
 
-The other modules: ``products`` joins linear layers before they are packed, ``rotary`` has cos and sin by position, ``adapted`` runs a fused model with LoRA
-adapters, ``invariant`` checks the option ``batch_invariant``.
+The other modules: ``products`` joins linear layers before they are packed, ``rotary`` has cos and
+sin by position, ``adapted`` runs a fused model with LoRA adapters, ``invariant`` checks the option
+``batch_invariant``.
 
 The kernels of a CPU are in ``kernels.cpu.layer_kernels``, those of a GPU in
 ``kernels.gpu.gpu_layers``.
