@@ -10,7 +10,7 @@ from tests.mutants import Forks, assert_noticed
 FIRST = ["kv_cache", "scheduling", "admission", "drafts"]
 """Of the files of tests, those that notice most faults in the least time."""
 LAST = "scheduler_machine"
-"""In a process of its own: to import torch takes longer than all others."""
+"""It takes longer than all others."""
 TAKE = "[self._take() for _ in range(num_new)]"
 PENDING = """            self._pending_copies[destination] = source
             self._refs[source] += 1
@@ -218,9 +218,16 @@ SLOT_FAULTS: dict[str, tuple[str, ...]] = {
 ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    process = Forks("hypothesis", "msgspec", "numpy", "torch")
+    yield process
+    process.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ALL_FAULTS)
-def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
+def test_a_fault_is_noticed(tmp_path: Path, fault: str, forks: Forks) -> None:
     name, *changes = ALL_FAULTS[fault]
     names = {each.stem.removeprefix("test_") for each in Path(__file__).parent.glob("test_*.py")}
     runs = [[*FIRST, *sorted(names - {*FIRST, LAST})], [LAST]]
@@ -229,14 +236,7 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     if fault in ADMISSION_FAULTS:
         runs = [["tier_admission"]]
     files = [[f"core/test_{name}.py" for name in run] for run in runs]
-    assert_noticed(tmp_path, f"core/{name}.py", changes, files)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    process = Forks("hypothesis", "msgspec", "numpy")
-    yield process
-    process.close()
+    assert_noticed(tmp_path, f"core/{name}.py", changes, files, forks)
 
 
 @pytest.mark.slow
