@@ -1,6 +1,9 @@
 """Models with state layers as one native call per step: the bits of kernel by kernel."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from jitney.engine.assemble import load_model
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import LoadedModel, PagedStep
 from jitney.execution.state_slots import StateSlots
-from jitney.kernels.fused.fuse import fuse
+from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.read_config import make_config
 
 from tests.execution.state_types import state_type
@@ -40,15 +43,51 @@ def run(step, model: LoadedModel) -> torch.Tensor:
     return torch.cat(results)
 
 
+def load(tmp_path: Path, model_type: str) -> LoadedModel:
+    folder = state_type(tmp_path, model_type)
+    return load_model(make_config({"model": str(folder), "dtype": "bfloat16", "device": "cpu"}))
+
+
+def fuse_all(model: LoadedModel) -> FuseReport:
+    kernels = CpuLayerKernels(torch.bfloat16, 8)
+    return fuse(model.module, kernels, 256, states=model.states)
+
+
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text", "bamba"])
 def test_one_call_gives_the_same_bits(tmp_path, model_type: str) -> None:
-    folder = state_type(tmp_path, model_type)
-    config = make_config({"model": str(folder), "dtype": "bfloat16", "device": "cpu"})
-    model = load_model(config)
-    kernels = CpuLayerKernels(torch.bfloat16, 8)
-    fused = fuse(model.module, kernels, 256, states=model.states).forward
+    model = load(tmp_path, model_type)
+    fused = fuse_all(model).forward
     assert fused is not None
     assert isinstance(fused.program, LayerProgram)
     program = run(fused, model)
     fused.program = None
     assert torch.equal(program, run(fused, model))
+
+
+def test_a_module_that_no_kernel_computes_is_kept_and_named(tmp_path) -> None:
+    report = fuse_all(load(tmp_path, "olmo_hybrid"))
+    assert report.forward is None
+    kept = "layer with states: no kernel computes what a OlmoHybridGatedDeltaNet does"
+    assert report.reasons[kept] == 2
+
+
+def test_a_module_that_computes_something_else_is_kept(tmp_path) -> None:
+    model = load(tmp_path, "lfm2")
+    for layer in model.module.model.layers[::2]:
+        in_rows = layer.conv.forward
+        in_rows.own_forward = partial(doubled, in_rows.own_forward)
+    report = fuse_all(model)
+    assert report.forward is None
+    assert report.reasons["layer with states: its result differs"] == 2
+
+
+def doubled(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return 2 * forward(*args, **kwargs)
+
+
+def test_with_adapters_modules_with_states_stay_as_they_are(tmp_path) -> None:
+    """Without a layout of states, as a model with adapters is fused."""
+    model = load(tmp_path, "lfm2")
+    report = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256)
+    assert report.forward is None
+    assert report.swapped["layer"] == 2
