@@ -192,7 +192,7 @@ def main() -> None:
     print(file=sys.stderr)
     results = {name: runs for name, runs in results.items() if runs}
     commands = [command for command in commands if command.name in results]
-    print(f"{_processor()}, {threads} threads, instructions: {arguments.instructions}, "
+    print(f"{processor()}, {threads} threads, instructions: {arguments.instructions}, "
           f"model: {arguments.model}\n")  # fmt: skip
     _print_table(commands, results)
     _print_ratios(results, arguments.workloads)
@@ -327,7 +327,7 @@ def _convert(*command: str) -> None:
 # --------------------------------------------------------------------------- the table
 
 
-def _processor() -> str:
+def processor() -> str:
     found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     return found[1] if found else platform.machine()
 

@@ -265,11 +265,11 @@ def test_layers_that_clamp_their_sums_are_kept(tmp_path) -> None:
 
 
 def test_projections_that_give_more_than_heads_are_kept(tmp_path) -> None:
-    """A gate on the queries, say."""
+    """Something for half of the heads, say."""
     module = load(tmp_path, "llama")
     for layer in module.model.layers:
         attention = layer.self_attn
-        attention.q_proj = nn.Linear(64, 128, bias=False).requires_grad_(False)
+        attention.q_proj = nn.Linear(64, 96, bias=False).requires_grad_(False)
         attention.q_proj.forward = lambda x, wide=attention.q_proj: nn.functional.linear(
             x, wide.weight
         )[..., :64]

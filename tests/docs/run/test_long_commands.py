@@ -26,6 +26,11 @@ SMALL = [
     ("benchmarks.dynamic_batching", "--quick --only overhead", "|"),
     ("benchmarks.batching_modes", "--quick --parts digits --pictures build/pictures", "|"),
     ("benchmarks.perplexity", "--tokens 256 --quantization none int8 --cache int8", "| int8 |"),
+    (
+        "benchmarks.kinds",
+        "--sizes small --kinds lfm2 --workloads W2 --pairs 1",
+        "| small | lfm2 |",
+    ),
     ("benchmarks.loading", "--quantization none --repeats 1 --threads 1", "| m100 |"),
 ]
 

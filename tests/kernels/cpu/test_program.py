@@ -56,9 +56,15 @@ STEPS = [
 ]
 
 
-def run(step, model: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def run(
+    step,
+    model: LoadedModel,
+    dtype: torch.dtype = torch.bfloat16,
+    caches: list[LayerCache] | None = None,
+) -> torch.Tensor:
     """Logits of the last token of every row of STEPS. ``dtype`` is the cache's."""
-    results, caches = [], caches_of(model, "cpu", dtype)
+    results = []
+    caches = caches or caches_of(model, "cpu", dtype)
     for spec in STEPS:
         rows = rows_of(spec)
         meta = build_metadata(rows, BLOCK_SIZE)
@@ -136,8 +142,8 @@ def quantize(parent: torch.nn.Module, kinds: dict[str, type]) -> None:
         setattr(parent, name, kind.quantized_from(getattr(parent, name).weight.detach(), None))
 
 
-def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:
-    """The memory of a program is as wide as its first layer."""
+def test_layers_of_different_widths_are_one_call(tmp_path) -> None:
+    """The memory of a program is as wide as its widest layer."""
     model = load(tmp_path, "llama")
     mlp = model.module.model.layers[1].mlp
     size = mlp.gate_proj.in_features
@@ -147,8 +153,10 @@ def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:
         linear.weight = torch.nn.Parameter(torch.randn(*shape).bfloat16() * 0.1)
         linear.out_features, linear.in_features = shape
     fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
-    assert fused is not None
-    assert fused.program is None
+    assert isinstance(fused.program, LayerProgram)
+    program = run(fused, model)
+    fused.program = None
+    assert torch.equal(program, run(fused, model))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -158,7 +166,7 @@ def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> No
     monkeypatch.setattr(column_linear, "may_use_amx", lambda: False)
     model = load(tmp_path, "llama", quantization)
     program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
-    program.use_caches(caches_of(model, "cpu"))
+    program.use_caches(PagedStep(caches_of(model, "cpu"), build_metadata(rows_of([(0, 1)]), 16)))
     room = program._lay_out(64).activations.converted.numel()
     assert room >= 64 * program._head.converted_row_bytes
 

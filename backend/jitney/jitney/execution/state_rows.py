@@ -13,9 +13,11 @@ The step reaches it as the cache that the model is called with (:class:`SlotCach
 the module runs as transformers wrote it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DummyLayer, LinearAttentionLayer
 
@@ -78,6 +80,11 @@ class SlotCache(Cache):
         self._rows = rows
         self._groups: dict[bool, list[RowGroup]] = {}
 
+    @cached_property
+    def row_table(self) -> np.ndarray:
+        """The rows as int64 [rows, fields of RowSlot], for kernels."""
+        return np.array(self._rows, np.int64)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -123,6 +130,11 @@ class SlotCache(Cache):
         return groups
 
 
+def find_cache(arguments: Iterable[Any]) -> SlotCache | None:
+    """The cache among the arguments with which transformers calls a module, if there is one."""
+    return next((value for value in arguments if isinstance(value, SlotCache)), None)
+
+
 class StatesCache(Cache):
     """transformers' cache, with the methods that MiniMax has for its one state."""
 
@@ -150,17 +162,17 @@ class RowForward:
     def __init__(self, module: StateModule, forward: Callable[..., Any]) -> None:
         """``forward``: the module's own."""
         self._module = module
-        self._forward = forward
+        self.own_forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers calls the module. Of a tuple that it returns, tensors that do not have
         the step's tokens become None."""
         values = [*args, *kwargs.values()]
-        cache = next((value for value in values if isinstance(value, SlotCache)), None)
-        if cache is None:
-            return self._forward(*args, **kwargs)
+        cache = find_cache(values)
         # Modules hand what they do not know on to functions that do not know it either.
         kwargs.pop("paged", None)
+        if cache is None:
+            return self.own_forward(*args, **kwargs)
         x = next(value for value in values if isinstance(value, Tensor))
         num_tokens = x.shape[1]
         results = _StepResults(num_tokens)
@@ -182,7 +194,7 @@ class RowForward:
         cache = _cache_of_layer(self._module.layer, states)
         own_args = [group.take(value, num_tokens, cache) for value in args]
         own = {name: group.take(value, num_tokens, cache) for name, value in kwargs.items()}
-        output = self._forward(*own_args, **own)
+        output = self.own_forward(*own_args, **own)
         slots.write(keys, group.slots, states)
         return output
 

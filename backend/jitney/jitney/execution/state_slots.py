@@ -122,6 +122,11 @@ class StateSlots:
             return slice(first, first + len(slots))
         return torch.tensor(slots, device=self._device)
 
+    def tensor(self, key: StateKey) -> Tensor:
+        """One state of all slots, [slots, …], which a kernel reads and writes where it is. What it
+        keeps there has the size that ``layout`` says; its order is the kernel's own."""
+        return self._tensors[key]
+
     def read(self, keys: Sequence[StateKey], index: SlotIndex) -> LinearAttentionLayer:
         """The states of a group of rows, as transformers' modules take them. They may be views of
         the slots, or copies: :meth:`write` is called after the module has changed them."""

@@ -79,8 +79,20 @@ The order of reading. Each file builds on those above it, and says who calls it:
     linear           a linear layer of oneDNN's product               }
 
     norm_rotary_kernel   RMS norm and rotary embedding                } all that a layer has
+    gate_kernel      a gate on a result, and a norm beside it         }
     adapter_table, adapter_kernel   LoRA                              }
-    program_kernel, program_list, program   all layers as one call    }
+
+    state_records    arguments of kernels with states                 } layers with states
+    conv_kernel      short convolutions                               }
+    delta_kernel     the gated delta rule                             }
+    scan_kernel      the recurrence of Mamba 2                        }
+    state_layer      what such a layer computes                       }
+
+    head_product     a product for each head                          } latents
+    latent_kernel    attention over latents                           }
+    latent_layer     what such a layer computes                       }
+
+    program_kernel, program_list, program_fit, program                } all layers as one call
 
     layer_kernels    what fused modules are made with                 } the way in
     accelerator      what a load takes                                }

@@ -129,7 +129,14 @@ class CpuAccelerator:
             make_linear = kernels.linear
             # torch's norms depend on the batch: with ``batch_invariant`` they are always replaced.
             if fuses or invariant:
-                report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
+                report = fuse(
+                    module,
+                    kernels,
+                    model.max_model_len,
+                    # Steps with adapters call the parts of a layer one by one.
+                    states=None if model.sites else model.states,
+                    norms_alone=not fuses,
+                )
         if self._config.prepack:
             prepack_linears(
                 module,

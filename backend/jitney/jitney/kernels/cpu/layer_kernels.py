@@ -16,20 +16,24 @@ from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.column_linear import ColumnLinear, fits_columns
 from jitney.kernels.cpu.compiled import Kernel
+from jitney.kernels.cpu.latent_layer import CpuLatentLayer
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm, norm_rotary_body
 from jitney.kernels.cpu.program import LayerProgram
+from jitney.kernels.cpu.state_layer import CpuStateLayer
 from jitney.kernels.fused.forms import (
     ACTIVATIONS,
     Activation,
     AttentionForm,
     EndBranch,
+    LatentForm,
     Misfit,
     Norm,
     NormForm,
     RowFunction,
 )
-from jitney.kernels.fused.layers import merged_linears
+from jitney.kernels.fused.products import merged_linears
+from jitney.kernels.fused.state_forms import StateForm
 from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
 
 
@@ -85,6 +89,12 @@ class CpuLayerKernels:
 
     def attention(self, form: AttentionForm) -> CpuAttentionLayer:
         return CpuAttentionLayer(form, self._dtype, self._rows_kernel)
+
+    def latents(self, form: LatentForm) -> CpuLatentLayer:
+        return CpuLatentLayer(form, self._dtype, self._rows_kernel)
+
+    def states(self, form: StateForm) -> CpuStateLayer:
+        return CpuStateLayer(form, self._dtype)
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         add = _sum_of(product, branch_norm)

@@ -25,6 +25,7 @@ from torch import Tensor
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, reader, record
 from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, ceil_div
+from jitney.kernels.cpu.gate_kernel import NORM_NONE, GateCall, compiled_gate
 from jitney.kernels.cpu.simd import (
     ONE,
     ZERO,
@@ -80,7 +81,9 @@ class NormRotaryCall(KernelCall):
     have one norm, and so have all key heads."""
     epsilon: float
     rotary_size: int
-    """How many elements of each head, from its first one on, are rotated, in ``out``. 0: none."""
+    """How many elements of each head are rotated, in ``out``. 0: none."""
+    rotary_offset: int
+    """Bytes from a head's first element to the first one that is rotated."""
     cos: int
     """Address of [positions, rotary_size] in the data's type."""
     sin: int
@@ -191,7 +194,7 @@ def finish_heads(tag, call, row, out, heads, scale, angle_offset):
             norm_row(tag, source, head, scale, width=call.head_size, epsilon=call.epsilon)
         cos = call.cos + angle_offset
         sin = call.sin + angle_offset
-        rotate_head(tag, head, cos, sin, call.rotary_size)
+        rotate_head(tag, head + call.rotary_offset, cos, sin, call.rotary_size)
 
 
 @inner
@@ -258,7 +261,7 @@ class RowNorm:
         x = x.contiguous()
         out = torch.empty_like(x)
         call = self.call_for(x.data_ptr(), out.data_ptr())
-        _run(self.machine_code, call, rows=x.numel() // self._width, row_bytes=call.stride)
+        run_rows(self.machine_code, call, rows=x.numel() // self._width, row_bytes=call.stride)
         return out
 
     def call_for(self, x: int, out: int, index: int = 0) -> NormRotaryCall:
@@ -279,6 +282,11 @@ class CpuAttentionLayer:
         self.form = form
         self.machine_code = kernel
         self._dtype = dtype
+        self._gate: Kernel | None = None
+        if form.is_gated:
+            if form.query_heads * form.head_size % LANES != 0:
+                raise Misfit(f"its gates are no multiple of {LANES}")
+            self._gate = compiled_gate(dtype)
         self._row_bytes = (form.query_heads + form.key_heads) * form.head_size * dtype.itemsize
         self._call = NormRotaryCall(
             rows_per_item=_ROWS_PER_ITEM,
@@ -296,7 +304,38 @@ class CpuAttentionLayer:
         """See :data:`fused.forms.AttentionKernel`. All are in the dtype of the model."""
         self.norm_and_rotate(qkv, cos, sin)
         query, key, value = self.form.split(qkv)
-        return paged(self.form.call(query, key, value))
+        attended = paged(self.form.call(query, key, value))
+        if self._gate is None:
+            return attended
+        attended = attended.contiguous()
+        call = self.gate_call(qkv, attended.data_ptr())
+        call.count = len(qkv)
+        self._gate.run(call, 1)
+        return attended
+
+    def gate_call(self, qkv: Tensor, attended: int) -> GateCall:
+        """The arguments of the gates' kernel, which changes the results of attention at this
+        address in place; ``count`` is still to be set."""
+        assert self.form.is_gated
+        size = self._dtype.itemsize
+        width = self.form.query_heads * self.form.head_size
+        return GateCall(
+            tokens_per_item=1,
+            x=attended,
+            x_stride=width * size,
+            gate=qkv.data_ptr() + self.form.gate_offset * size,
+            gate_stride=qkv.stride(0) * size,
+            out=attended,
+            out_stride=width * size,
+            groups=1,
+            group_size=width,
+            norm=NORM_NONE,
+        )
+
+    @property
+    def gate(self) -> Kernel | None:
+        """The kernel of the gates; None: there are none."""
+        return self._gate
 
     def norm_and_rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Normalise and rotate query and key heads in place."""
@@ -305,7 +344,7 @@ class CpuAttentionLayer:
             cos = cos.contiguous()
             sin = sin.contiguous()
         call = self.call_for(qkv, cos, sin)
-        _run(self.machine_code, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
+        run_rows(self.machine_code, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
 
     def call_for(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: int = 0) -> NormRotaryCall:
         """The kernel's arguments; ``count`` is still to be set. The strides of cos and sin are the
@@ -326,7 +365,7 @@ class CpuAttentionLayer:
         return call
 
 
-def _run(kernel: Kernel, call: NormRotaryCall, *, rows: int, row_bytes: int) -> None:
+def run_rows(kernel: Kernel, call: NormRotaryCall, *, rows: int, row_bytes: int) -> None:
     """Run over so many rows, on as many threads as they are worth."""
     call.count = rows
     threads = 1 + rows * row_bytes // _BYTES_PER_THREAD

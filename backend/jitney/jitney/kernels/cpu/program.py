@@ -6,15 +6,16 @@ fills in what differs: the number of tokens, their positions, and what attention
 kernels are those that the fused modules run one by one. Each layer runs these, over [tokens,
 width]. The names are those of ``program_list.Activations``::
 
-    states   -> norm                        -> normed
-    normed   -> product "qkv"               -> qkv
-    qkv      -> norms and rotary embedding  -> qkv
-    qkv      -> write K and V, then attend  -> attended
-    attended -> product "output" + states   -> middle
-    middle   -> norm                        -> normed
-    normed   -> product "gated"             -> inside
-    inside   -> product "down" + middle     -> states, the input of the next layer
+    states    -> norm                        -> normed
+    normed    -> product "qkv"               -> projected
+    projected -> norms and rotary embedding  -> projected
+    projected -> write K and V, then attend  -> mixed
+    mixed     -> product "output" + states   -> middle
+    middle    -> norm                        -> normed
+    normed    -> product "gated"             -> inside
+    inside    -> product "down" + middle     -> states, the input of the next layer
 
+In a layer that keeps states, ``state_layer``'s kernels stand between projected and mixed.
 Behind all layers come the last norm and the head, of the tokens whose logits are asked for. If a
 product takes another form of its input, a conversion stands before it (``convert_kernel``). With
 adapters, two kernels stand before each product (``adapter_kernel``).
@@ -27,7 +28,7 @@ import ctypes
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -35,15 +36,25 @@ from torch import Tensor, nn
 
 from jitney.execution.interface import LayerCache, PagedFunction, PagedStep
 from jitney.execution.low_rank import AdapterSpan, Factors
+from jitney.execution.state_slots import StateSlots
 from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
 from jitney.kernels.cpu.adapter_table import PackedAdapter, pack_adapter
 from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.latent_layer import OF_STEP, PRODUCT_OF_STEP, prepare_latents
 from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_call import ProductCall
+from jitney.kernels.cpu.program_fit import (
+    can_be_adapted,
+    can_run_layer,
+    fits_cache,
+    have_whole_columns,
+    spare_floats,
+    widths_of,
+)
 from jitney.kernels.cpu.program_kernel import (
     COUNT,
     COUNTERS,
@@ -59,7 +70,8 @@ from jitney.kernels.cpu.program_list import (
     LayerKind,
     products_of,
 )
-from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
+from jitney.kernels.cpu.state_records import ROW_FIELDS
+from jitney.kernels.fused.states import FusedStates
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
 _LEAST_TOKENS = 64
@@ -75,6 +87,36 @@ _OF_STEP = slice(
 """The fields of AttentionArguments that are a step's: from ``plan`` on."""
 
 
+RecordIndex = slice | np.ndarray
+"""Some of a program's records. NumPy writes to a slice faster than to a list of indices."""
+
+
+def _index_of(kernels: Sequence[int]) -> RecordIndex:
+    """The records of these kernels, as a slice if they are evenly spaced."""
+    if len(kernels) > 1:
+        step = kernels[1] - kernels[0]
+        if step > 0 and list(kernels) == list(range(kernels[0], kernels[-1] + 1, step)):
+            return slice(kernels[0], kernels[-1] + 1, step)
+    return np.array(kernels, np.int64)
+
+
+@dataclass(frozen=True)
+class _AttentionKind:
+    """Layers that attend alike, and the records of their kernels."""
+
+    layers: LayerKind
+    write: RecordIndex
+    attend: RecordIndex
+
+
+@dataclass(frozen=True)
+class _LatentKernels:
+    """The records of the kernels over latents, as in ``program_list.LatentKernels``."""
+
+    attention: RecordIndex
+    products: RecordIndex
+
+
 @dataclass(frozen=True)
 class _Memory:
     """Activations of at most ``tokens`` tokens, and the records of all kernels over them."""
@@ -86,11 +128,13 @@ class _Memory:
     of the last norm, and of the head if it is a ColumnLinear."""
     num_layer_kernels: int
     """How many of these, the first ones, are of the layers."""
-    write_records: np.ndarray
-    """A view of ``records``, [layers, RECORD_FIELDS]: those of the kernels that write K and V."""
-    attend_records: np.ndarray
-    """The same of the kernels that attend."""
-    kinds: list[LayerKind]
+    kinds: list[_AttentionKind]
+    row_kernels: RecordIndex
+    """The kernels that have items for each row, and how many (``RowItems``)."""
+    items_per_row: np.ndarray
+    """int64 [row kernels]"""
+    latent_kernels: dict[int, _LatentKernels]
+    """By the number of heads."""
     adapted: AdaptedSteps | None
 
 
@@ -116,7 +160,9 @@ class LayerProgram:
             team_size=function_address("omp_get_num_threads"),
             give_way=function_address("sched_yield"),
         )
+        self._has_states = any(isinstance(layer.mixer, FusedStates) for layer in model.layers)
         self._caches: list[LayerCache] = []
+        self._states: StateSlots | None = None
         self._memory: _Memory | None = None
         self._kernel = Kernel(lambda address: run_body(address))
         if places is not None:
@@ -132,18 +178,16 @@ class LayerProgram:
         With ``places``, the linear layers that adapters may change in each layer, the program is
         one of steps with adapters.
         """
-        if not _have_whole_columns(places or ()):
+        if not have_whole_columns(places or ()):
             return None
-        if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
+        if len(model.tables) != 1 or type(model.embed) is not nn.Embedding:
             return None
         # The kernels of adapters have no other dtype.
         if places is not None and model.embed.weight.dtype != torch.bfloat16:
             return None
-        if not all(map(_can_run_layer, model.layers)):
+        if not all(map(can_run_layer, model.layers)):
             return None
-        # All layers share one memory.
-        shapes = [_shape(layer) for layer in model.layers]
-        if any(shape != shapes[0] for shape in shapes):
+        if places is not None and not can_be_adapted(model.layers):
             return None
         return cls(model, places)
 
@@ -158,14 +202,12 @@ class LayerProgram:
         # The table of angles has no later positions.
         if paged.meta.max_context_len > self._table.shape[0]:
             return False
+        if self._has_states and paged.cache is None:
+            return False
         if self._has_caches(paged.layers):
             return True
-        for cache in paged.layers:
-            if not isinstance(cache.attend, CpuAttention):
-                return False
-            if cache.attend.dtype != self._embedding.dtype:
-                return False
-        return True
+        dtype = self._embedding.dtype
+        return all(fits_cache(layer.mixer, paged.layers, dtype) for layer in self._layers)
 
     def _has_caches(self, caches: Sequence[LayerCache]) -> bool:
         """Whether these are the caches whose addresses the program has written down. A LayerCache
@@ -175,11 +217,13 @@ class LayerProgram:
             return False
         return all(map(operator.is_, caches, self._caches))
 
-    def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        """Steps use these caches from now on. If they are others than before, the program forgets
-        its memory, in which the addresses of those are written down."""
-        if not self._has_caches(caches):
-            self._caches = list(caches)
+    def use_caches(self, paged: PagedStep) -> None:
+        """This step's caches and states are used from now on. If they are others than before, the
+        program forgets its memory, in which the addresses of those are written down."""
+        states = None if paged.cache is None else paged.cache.slots
+        if not self._has_caches(paged.layers) or states is not self._states:
+            self._caches = list(paged.layers)
+            self._states = states
             self._memory = None
 
     def __call__(self, ids: Tensor, indices: Tensor, paged: PagedFunction) -> Tensor | None:
@@ -190,7 +234,7 @@ class LayerProgram:
         """
         if not self.can_run(paged):
             return None
-        self.use_caches(paged.layers)
+        self.use_caches(paged)
         tokens = ids.shape[0]
         num_asked = indices.shape[0]
         assert num_asked <= tokens
@@ -207,6 +251,16 @@ class LayerProgram:
         if memory.adapted is not None:
             memory.adapted.fill_in(paged.meta.adapted, tokens)
         self._prepare_attention(memory, paged, tokens)
+        if paged.cache is not None:
+            rows = paged.cache.row_table
+            activations.rows[: len(rows)] = rows
+            memory.records[memory.row_kernels, COUNT] = len(rows) * memory.items_per_row
+        for heads, kernels in memory.latent_kernels.items():
+            latent_step = prepare_latents(paged.meta, heads)
+            fields = np.frombuffer(bytes(latent_step.arguments), np.int64)
+            memory.records[kernels.attention, OF_STEP] = fields[OF_STEP]
+            of_step = (latent_step.lanes, latent_step.patterns)
+            memory.records[kernels.products, PRODUCT_OF_STEP] = of_step
         normed = activations.normed[:num_asked]
         if not isinstance(self._head, ColumnLinear):
             self._run()
@@ -224,19 +278,18 @@ class LayerProgram:
 
     def _prepare_attention(self, memory: _Memory, paged: PagedStep, tokens: int) -> None:
         """Fill in the arguments of attention that are a step's, once for all layers of a kind."""
+        records = memory.records
         for kind in memory.kinds:
-            assert isinstance(kind.cache.attend, CpuAttention)
-            step = kind.cache.attend.prepare(kind.attention_call, kind.cache, paged.meta)
+            layers = kind.layers
+            assert isinstance(layers.cache.attend, CpuAttention)
+            step = layers.cache.attend.prepare(layers.attention_call, layers.cache, paged.meta)
             assert step.arguments.tokens == tokens
             fields = np.frombuffer(bytes(step.arguments), np.int64)
-            # A single kind has all layers. NumPy writes to a slice faster than to a list of
-            # indices.
-            layers = slice(None) if len(memory.kinds) == 1 else kind.layers
             of_step = fields[_OF_STEP]
-            memory.write_records[layers, _OF_STEP] = of_step
-            memory.write_records[layers, COUNT] = step.write_items
-            memory.attend_records[layers, _OF_STEP] = of_step
-            memory.attend_records[layers, COUNT] = step.attend_items
+            records[kind.write, _OF_STEP] = of_step
+            records[kind.write, COUNT] = step.write_items
+            records[kind.attend, _OF_STEP] = of_step
+            records[kind.attend, COUNT] = step.attend_items
 
     def _memory_for(self, tokens: int, spans: Sequence[AdapterSpan]) -> _Memory:
         """Memory for a step. It is made anew if the step has more tokens than the memory is for, or
@@ -263,6 +316,7 @@ class LayerProgram:
             activations=self._activations(tokens),
             layers=self._layers,
             caches=self._caches,
+            states=self._states,
             table=self._table,
             norm_rotary=self._last_norm.machine_code,
             adapter_memory=adapter_memory,
@@ -275,19 +329,26 @@ class LayerProgram:
         num_layer_kernels = len(listed.kernels)
         listed.add_end(self._last_norm, self._head)
         records = listed.records()
-        # [layers, kernels of a layer, RECORD_FIELDS]
-        by_layer = records[:num_layer_kernels].reshape(num_layers, -1, RECORD_FIELDS)
         adapted = None
         if adapter_memory is not None:
+            # [layers, kernels of a layer, RECORD_FIELDS]
+            by_layer = records[:num_layer_kernels].reshape(num_layers, -1, RECORD_FIELDS)
             adapted = AdaptedSteps(adapter_memory, listed.adapted_products(by_layer))
         return _Memory(
             tokens=tokens,
             activations=listed.activations,
             records=records,
             num_layer_kernels=num_layer_kernels,
-            write_records=by_layer[:, listed.write_in_layer],
-            attend_records=by_layer[:, listed.write_in_layer + 1],
-            kinds=list(listed.kinds.values()),
+            kinds=[
+                _AttentionKind(kind, write=_index_of(kind.writes), attend=_index_of(kind.attends))
+                for kind in listed.kinds.values()
+            ],
+            row_kernels=_index_of([items.kernel for items in listed.row_items]),
+            latent_kernels={
+                heads: _LatentKernels(_index_of(kernels.attention), _index_of(kernels.products))
+                for heads, kernels in listed.latent_kernels.items()
+            },
+            items_per_row=np.array([items.per_row for items in listed.row_items], np.int64),
             adapted=adapted,
         )
 
@@ -295,8 +356,7 @@ class LayerProgram:
         """Memory for so many tokens."""
         dtype = self._embedding.dtype
         size = self._embedding.shape[1]
-        first = self._layers[0]
-        attention = first.self_attn
+        widths = widths_of(self._layers)
 
         def empty(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype)
@@ -305,9 +365,14 @@ class LayerProgram:
             states=empty(size),
             middle=empty(size),
             normed=empty(size),
-            qkv=empty(attention.qkv.out_features),
-            attended=empty(attention.output.in_features),
-            inside=empty(first.mlp.down.in_features),
+            projected=empty(widths.projected),
+            convolved=empty(widths.convolved),
+            low=empty(widths.low),
+            latent=empty(widths.latent),
+            spare=torch.empty(spare_floats(self._layers, tokens), dtype=torch.float32),
+            mixed=empty(widths.mixed),
+            inside=empty(widths.inside),
+            rows=np.zeros((tokens, ROW_FIELDS), np.int64),
             indices=torch.empty(2, tokens, dtype=torch.int64),
             converted=torch.empty(tokens * self._converted_row_bytes(), dtype=torch.uint8),
         )
@@ -335,57 +400,3 @@ class LayerProgram:
             shrunk=torch.empty(tokens, self._most_rank_columns * LANES, dtype=dtype),
             tokens=np.zeros((tokens, 3), np.int64),
         )
-
-
-# --------------------------------------------------------------------------- what can be run
-
-
-def _have_whole_columns(places: Sequence[Places]) -> bool:
-    """Whether each linear layer that adapters may change gives whole columns of a product's result.
-    (A ``Part`` counts single outputs, a column is 16 of them.)"""
-    for places_of_layer in places:
-        for parts in places_of_layer:
-            for part in parts:
-                if part.first % LANES != 0 or part.last % LANES != 0:
-                    return False
-    return True
-
-
-def _can_run_layer(layer: FusedDecoderLayer) -> bool:
-    """Whether a program can run all parts of the layer."""
-    norms = layer.norms
-    # One norm before each branch, and none behind.
-    if norms.attention is None or norms.mlp is None:
-        return False
-    if norms.after_attention is not None or norms.after_mlp is not None:
-        return False
-    if not isinstance(layer.mlp, FusedMLP):
-        return False
-    # The arguments that the program writes down have no sinks.
-    if layer.self_attn.form.sinks is not None:
-        return False
-    for product in products_of(layer):
-        if not isinstance(product, ColumnLinear):
-            return False
-        # Rows that are filled up would have to be cut between two kernels.
-        if product.width != product.out_features:
-            return False
-    return True
-
-
-class _ProductShape(NamedTuple):
-    """What must be the same for a product in all layers."""
-
-    in_features: int
-    width: int
-    has_conversion: bool
-    """Whether a conversion stands before it."""
-
-
-def _shape(layer: FusedDecoderLayer) -> list[_ProductShape]:
-    """What must be the same in all layers."""
-    shapes = []
-    for product in products_of(layer):
-        has_conversion = product.converted_row_bytes > 0
-        shapes.append(_ProductShape(product.in_features, product.width, has_conversion))
-    return shapes

@@ -9,21 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.execution.low_rank import AdapterSpan
+from jitney.execution.state_slots import StateSlots
 from jitney.kernels.cpu.adapter_kernel import EXPAND_ITEMS, LowRankCall
 from jitney.kernels.cpu.adapter_table import ENTRY_FIELDS, GATED, PRODUCTS, list_tokens
 from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.latent_kernel import LatentCall
+from jitney.kernels.cpu.latent_layer import CpuLatentLayer
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention, kind_of, set_layer
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import BODY, COUNT, RECORD_FIELDS
-from jitney.kernels.fused.layers import FusedDecoderLayer
+from jitney.kernels.cpu.state_layer import CpuStateLayer, StateMemory
+from jitney.kernels.fused.latents import FusedLatents
+from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, Mixer
+from jitney.kernels.fused.states import FusedStates, states_of
 from jitney.kernels.fused.whole_model import Places
 
 _BF16_BYTES = 2
@@ -54,9 +60,19 @@ class Activations:
     normed: Tensor
     """The result of a norm. That of the norm behind all layers has only the tokens whose logits are
     asked for."""
-    qkv: Tensor
-    attended: Tensor
-    """The result of attention, of all heads."""
+    projected: Tensor
+    """The result of a layer's first product: query, key and value, or what a layer with states
+    reads. A layer whose product is narrower than others' has its rows one behind the other."""
+    convolved: Tensor
+    """The same of a convolution."""
+    low: Tensor
+    """The same of the first product, where queries are made by two."""
+    latent: Tensor
+    """The same of the product that gives latents."""
+    spare: Tensor
+    """float32: what lies between the kernels of an attention over latents."""
+    mixed: Tensor
+    """The same of attention, of all heads, or of a recurrence."""
     inside: Tensor
     """activation(gate) * up, inside the MLP."""
     indices: Tensor
@@ -64,6 +80,8 @@ class Activations:
     asked for."""
     converted: Tensor
     """uint8: rows in another form before a product (``convert_kernel``)."""
+    rows: np.ndarray
+    """int64 [tokens, ROW_FIELDS]: the rows of the step, for layers with states."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +146,28 @@ class LayerKind:
     """Of any of these layers."""
     cache: LayerCache
     """That layer's cache."""
-    layers: list[int]
-    """The indices of all of them."""
+    writes: list[int] = field(default_factory=list)
+    """The indices of the kernels that write K and V, in all of these layers."""
+    attends: list[int] = field(default_factory=list)
+    """The same of those that attend."""
+
+
+@dataclass
+class LatentKernels:
+    """The indices of the kernels over latents, in layers of so many heads."""
+
+    attention: list[int] = field(default_factory=list)
+    """Those with a LatentCall."""
+    products: list[int] = field(default_factory=list)
+    """Those with a HeadProductCall."""
+
+
+class RowItems(NamedTuple):
+    """A kernel that has items for each row of a step."""
+
+    kernel: int
+    """Its index."""
+    per_row: int
 
 
 class _ProductInLayer(NamedTuple):
@@ -147,12 +185,14 @@ class _ProductInLayer(NamedTuple):
 
 @dataclass
 class KernelList:
-    """Writes down the kernels of a program, in the order in which they run. All layers have the
-    same kernels in the same order."""
+    """Writes down the kernels of a program, in the order in which they run. With adapters, all
+    layers have the same kernels in the same order."""
 
     activations: Activations
     layers: Sequence[Any]
     caches: Sequence[LayerCache]
+    states: StateSlots | None
+    """None: no layer keeps any."""
     table: Tensor
     """cos and sin of all positions."""
     norm_rotary: Kernel
@@ -166,8 +206,9 @@ class KernelList:
     # it.
     kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
-    write_in_layer: int = 0
-    """Which of a layer's kernels, from 0 on, writes K and V. The next one attends."""
+    row_items: list[RowItems] = field(default_factory=list)
+    latent_kernels: dict[int, LatentKernels] = field(default_factory=dict)
+    """By the number of heads."""
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
@@ -177,17 +218,24 @@ class KernelList:
         states = self.activations.states.data_ptr()
         middle = self.activations.middle.data_ptr()
         normed = self.activations.normed.data_ptr()
-        qkv = self.activations.qkv.data_ptr()
-        attended = self.activations.attended.data_ptr()
+        projected = self.activations.projected.data_ptr()
+        mixed = self.activations.mixed.data_ptr()
         inside = self.activations.inside.data_ptr()
-        # states -> normed -> qkv
+        # states -> normed -> projected
         self._add_norm(layer.norms.attention.kernel, x=states, out=normed)
-        self._add_product(number, "qkv", x=normed, out=qkv)
-        self._add_rotation(layer)
-        # qkv -> attended
-        self._add_attention(number, layer)
-        # attended + states -> middle
-        self._add_product(number, "output", x=attended, out=middle, other=states)
+        if isinstance(layer.mixer, FusedLatents):
+            self._add_latent_products(layer.mixer)
+        else:
+            self._add_product(number, "qkv", x=normed, out=projected)
+        # projected -> mixed
+        if isinstance(layer.mixer, FusedStates):
+            self._add_states(layer.mixer)
+        elif isinstance(layer.mixer, FusedLatents):
+            self._add_latents(layer.mixer)
+        else:
+            self._add_attention(layer.mixer)
+        # mixed + states -> middle
+        self._add_product(number, "output", x=mixed, out=middle, other=states)
         # middle -> normed -> inside
         self._add_norm(layer.norms.mlp.kernel, x=middle, out=normed)
         self._add_product(number, "gated", x=normed, out=inside)
@@ -243,20 +291,22 @@ class KernelList:
         for kernel, arguments in linear.calls(x, out=out, other=other, spare=spare):
             self._add(kernel, arguments)
 
-    def _add_rotation(self, layer: Any) -> None:
-        """The norms and the rotary embedding of a layer's heads."""
-        attention: CpuAttentionLayer = layer.self_attn.kernel
+    def _add_attention(self, mixer: FusedAttention) -> None:
+        """The norms and the rotary embedding of a layer's heads, what writes K and V, what attends,
+        and the gates of the heads, if it has any."""
+        kernel: Any = mixer.kernel
+        attention: CpuAttentionLayer = kernel
+        product: Any = mixer.qkv
+        qkv = _rows(self.activations.projected, product.out_features)
         cos, sin = self.table.unbind(1)
         positions = self.activations.indices[0].data_ptr()
-        arguments = attention.call_for(self.activations.qkv, cos, sin, positions)
-        self._add(self.norm_rotary, arguments)
+        self._add(self.norm_rotary, attention.call_for(qkv, cos, sin, positions))
 
-    def _add_attention(self, number: int, layer: Any) -> None:
-        """What writes K and V, and what attends."""
-        form = layer.self_attn.form
+        form = mixer.form
+        mixed = self.activations.mixed.data_ptr()
         cache = self.caches[form.layer]
         assert isinstance(cache.attend, CpuAttention)
-        attention_call = form.call(*form.split(self.activations.qkv))
+        attention_call = form.call(*form.split(qkv))
         arguments = AttentionArguments()
         set_layer(
             arguments,
@@ -264,18 +314,78 @@ class KernelList:
             attention_call.key,
             attention_call.value,
             cache=cache,
-            out=self.activations.attended.data_ptr(),
+            out=mixed,
         )
         kind = kind_of(attention_call, cache)
         if kind not in self.kinds:
-            self.kinds[kind] = LayerKind(attention_call, cache, [])
-        self.kinds[kind].layers.append(number)
-        if number == 0:
-            # In the first layer, an index among all kernels is one among the layer's.
-            self.write_in_layer = len(self.kernels)
+            self.kinds[kind] = LayerKind(attention_call, cache)
         kernels = cache.attend.kernels
+        self.kinds[kind].writes.append(len(self.kernels))
         self._add(kernels.write, arguments)
+        self.kinds[kind].attends.append(len(self.kernels))
         self._add(kernels.attend, arguments)
+        if attention.gate is not None:
+            self._add(attention.gate, attention.gate_call(qkv, mixed))
+
+    def _add_latent_products(self, mixer: FusedLatents) -> None:
+        """The products that give queries and latents."""
+        normed = self.activations.normed.data_ptr()
+        query_input = normed
+        if mixer.query_low is not None:
+            assert mixer.query_norm is not None
+            low = self.activations.low.data_ptr()
+            norm: Any = mixer.query_norm.kernel
+            self._add_linear(_own(mixer.query_low), x=normed, out=low, other=0)
+            self._add_norm(norm, x=low, out=low)
+            query_input = low
+        projected = self.activations.projected.data_ptr()
+        latent = self.activations.latent.data_ptr()
+        self._add_linear(_own(mixer.query), x=query_input, out=projected, other=0)
+        self._add_linear(_own(mixer.latent), x=normed, out=latent, other=0)
+
+    def _add_latents(self, mixer: FusedLatents) -> None:
+        """The norm of latents, the rotary embedding, and attention."""
+        kernel: Any = mixer.kernel
+        layer: CpuLatentLayer = kernel
+        query = _rows(self.activations.projected, _own(mixer.query).out_features)
+        latent = _rows(self.activations.latent, _own(mixer.latent).out_features)
+        cos, sin = self.table.unbind(1)
+        positions = self.activations.indices[0].data_ptr()
+        for call in layer.norm_rotary_calls(query, latent, cos, sin, positions):
+            self._add(self.norm_rotary, call)
+        memory = layer.memory(
+            query,
+            latent,
+            self.activations.spare,
+            tokens=len(query),
+            out=self.activations.mixed.data_ptr(),
+        )
+        for step in layer.steps(memory, self.caches[mixer.form.layer]):
+            kernels = self.latent_kernels.setdefault(mixer.form.heads, LatentKernels())
+            if isinstance(step.arguments, LatentCall):
+                kernels.attention.append(len(self.kernels))
+            else:
+                kernels.products.append(len(self.kernels))
+            self._add(step.kernel, step.arguments)
+
+    def _add_states(self, mixer: FusedStates) -> None:
+        """What a layer with states computes between its products."""
+        assert self.states is not None
+        kernel: Any = mixer.kernel
+        layer: CpuStateLayer = kernel
+        product: Any = mixer.project
+        memory = StateMemory(
+            rows=self.activations.rows.ctypes.data,
+            projected=self.activations.projected.data_ptr(),
+            projected_stride=product.width * product.dtype.itemsize,
+            convolved=self.activations.convolved.data_ptr(),
+            mixed=self.activations.mixed.data_ptr(),
+        )
+        states = states_of(mixer.form, self.states, self.activations.rows)
+        for step in layer.steps(memory, states):
+            if step.items_per_row is not None:
+                self.row_items.append(RowItems(len(self.kernels), step.items_per_row))
+            self._add(step.kernel, step.arguments)
 
     def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
         """The product of layer ``number`` that has this ``name`` in ``Places``. Its result is
@@ -294,7 +404,7 @@ class KernelList:
         self._add_linear(linear, x=x, out=out, other=memory.added.data_ptr())
         product = len(self.kernels) - 1
         if number == 0:
-            # As in ``_add_attention``.
+            # In the first layer, an index among all kernels is one among the layer's.
             in_layer = _ProductInLayer(
                 shrink=shrink, expand=shrink + 1, product=product, other=other
             )
@@ -344,7 +454,29 @@ class KernelList:
 
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:
-    """A layer's products, in the order of ``Places``."""
-    attention: Any = layer.self_attn
+    """A layer's products: four in the order of ``Places``, and behind them those of latents."""
+    mixer = layer.mixer
     mlp: Any = layer.mlp
-    return [attention.qkv, attention.output, mlp.gated, mlp.down]
+    products = [projection_of(mixer), mixer.output, mlp.gated, mlp.down]
+    if isinstance(mixer, FusedLatents):
+        products.append(mixer.latent)
+        if mixer.query_low is not None:
+            products.append(mixer.query_low)
+    return products
+
+
+def projection_of(mixer: Mixer) -> Any:
+    """The product that gives ``Activations.projected``."""
+    if isinstance(mixer, FusedStates):
+        return mixer.project
+    return mixer.query if isinstance(mixer, FusedLatents) else mixer.qkv
+
+
+def _own(product: nn.Module) -> ColumnLinear:
+    assert isinstance(product, ColumnLinear)
+    return product
+
+
+def _rows(memory: Tensor, width: int) -> Tensor:
+    """The same memory with narrower rows."""
+    return memory.flatten()[: len(memory) * width].view(-1, width)

@@ -162,6 +162,16 @@ def fetch_add(builder, address):
 prefetch = emitted(types.void, types.intp)(prefetch_line)
 
 
+def memory_on_stack(size: int) -> Any:
+    """A Numba function that returns the address of so many bytes on the stack of its caller."""
+
+    @emitted(types.int64)
+    def reserve(builder):
+        return stack_memory(builder, size)
+
+    return reserve
+
+
 @emitted(types.int64)
 def vector_on_stack(builder):
     """The address of memory for one vector, on the stack of the function that calls this."""
@@ -226,6 +236,20 @@ _TYPES_OF_16 = _Types(f32=f32x, i32=i32x, i16=i16x, i8=i8x)
 _TYPES_OF_1 = _Types(f32=f32, i32=i32, i16=i16, i8=i8)
 load_as, store_as = _element_access(vector, _TYPES_OF_16)
 load_one, store_one = _element_access(types.float32, _TYPES_OF_1)
+
+
+@emitted(vector, TAG, vector)
+def rounded_as(builder, tag, value):
+    """Each lane as it would be after :data:`store_as` and :data:`load_as`. The tag is F32 or
+    BF16."""
+    if tag == F32_TYPE:
+        return value
+    if host_has("avx512bf16"):
+        halves = builder.fptrunc(value, ir.VectorType(bf16, LANES))
+        bits = builder.bitcast(halves, i16x)
+    else:
+        bits = round_to_bf16(builder, value)
+    return widen_low(builder, builder.zext(bits, i32x))
 
 
 @emitted(types.void, types.intp, vector, vector)
@@ -311,6 +335,16 @@ def keep_between(builder, value, first, end, other):
         builder.icmp_signed("<", lanes, ends),
     )
     return builder.select(inside, value, broadcast(builder, other))
+
+
+@emitted(vector, vector, vector, vector, vector)
+def seen(builder, score, key, first, last):
+    """Lanes of ``score`` whose key is from ``first`` to ``last``, and -2e30 in all other lanes."""
+    inside = builder.and_(
+        builder.fcmp_ordered(">=", key, first),
+        builder.fcmp_ordered("<=", key, last),
+    )
+    return builder.select(inside, score, constant(f32x, -2e30))
 
 
 @emitted(types.float32, vector)
@@ -400,3 +434,9 @@ def sigmoid(x):
     limit = splat(np.float32(-126.0))
     power = splat(ZERO) - larger(limit, x * splat(LOG2_E))
     return splat(ONE) / (splat(ONE) + exp2(power))
+
+
+@inner
+def silu(x):
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)

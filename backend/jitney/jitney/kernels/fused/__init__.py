@@ -2,9 +2,10 @@
 
 Everything here happens once, at load. ``fuse`` looks for modules to replace, in four steps:
 
-1. **Recognise** (``recognise``). A module is a candidate if its children have known names and are
-   of known kinds. Whole decoder layers are looked for first, then gated MLPs, then RMS norms. The
-   name of the model plays no part.
+1. **Recognise** (``recognise``, ``recognise_states``). A module is a candidate if its children have
+   known names and are of known kinds. Whole decoder layers are looked for first, then attention
+   over latents, modules with states, gated MLPs and RMS norms. The name of the model plays no
+   part.
 2. **Build** (``forms``, ``layers``). What the candidate computes is written down as forms. The
    device's ``LayerKernels`` make functions of these, and a fused module is built of the functions.
 3. **Prove** (``trial``). The candidate and the fused module run on the same random input, for
@@ -31,9 +32,14 @@ An example, the MLP of a layer of Llama::
 - Replaced: ``layer.mlp`` is a ``FusedMLP``. Of an MLP that clamps, the log says "not replaced (1):
   gated MLP: its result differs".
 
-The other modules: ``rotary`` has cos and sin by position, ``adapted`` runs a model with LoRA
-adapters that is fused as a whole or in parts, ``invariant`` checks the option ``batch_invariant``,
-and ``rotary_lookup`` serves it in models that are not fused as a whole.
+Layers with states (``states``) and attention over latents (``latents``) are proved in the same way.
+Those with states are also run in steps, each of which goes on after the state that the step before
+has left.
+
+The other modules: ``products`` joins linear layers before they are packed, ``rotary`` has cos and
+sin by position, ``adapted`` runs a model with LoRA adapters that is fused as a whole or in parts,
+``invariant`` checks the option ``batch_invariant``, and ``rotary_lookup`` serves it in models that
+are not fused as a whole.
 
 The kernels of a CPU are in ``kernels.cpu.layer_kernels``, those of a GPU in
 ``kernels.gpu.gpu_layers``.

@@ -136,7 +136,7 @@ class _CalledModules:
 
 
 @contextmanager
-def _calling(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """A context in which ``forward`` takes the place of the module's own."""
     vars(module)["forward"] = forward
     try:
@@ -145,7 +145,7 @@ def _calling(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None
         del vars(module)["forward"]
 
 
-def _adapted_forward(fused: _Fused, add: AddProducts) -> Callable[..., Tensor]:
+def _adapted_forward(fused: _Fused, add: AddProducts) -> Callable[..., Any]:
     """What computes a fused module with its adapters."""
     if isinstance(fused.module, FusedDecoderLayer):
         return partial(_call_layer, fused.module, fused.places, add)
@@ -161,17 +161,19 @@ def _call_layer(
     position_embeddings: CosSin,
     paged: PagedStep,
     **unused: object,
-) -> Tensor:
+) -> Any:
     """As :meth:`FusedDecoderLayer.forward`."""
+    attention = layer.mixer
+    assert isinstance(attention, FusedAttention), "a model with states is not fused for adapters"
     total = _run_layer(
         layer=layer,
         residual=hidden_states[0],
-        cos_sin=whole_rotary(position_embeddings, layer.self_attn.half_rotary),
+        cos_sin=whole_rotary(position_embeddings, attention.half_rotary),
         paged=paged,
         places=places,
         add=add,
     )
-    return total.unsqueeze(0)
+    return layer.result_of(total)
 
 
 def _call_fused_mlp(mlp: FusedMLP, places: Places, add: AddProducts, x: Tensor) -> Tensor:
@@ -275,7 +277,7 @@ class AdaptedForward:
 def _run_layer(
     layer: FusedDecoderLayer,
     residual: Tensor,
-    cos_sin: CosSin,
+    cos_sin: CosSin | None,
     paged: PagedStep,
     places: Places,
     add: AddProducts,
@@ -283,7 +285,9 @@ def _run_layer(
     """The residual [T, hidden size] after a layer. ``add`` adds what the step's adapters give."""
     norms = layer.norms
     x = _normed(norms.attention, residual)
-    attended = _attend(layer.self_attn, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
+    assert isinstance(layer.mixer, FusedAttention), "a model with states is not fused for adapters"
+    assert cos_sin is not None
+    attended = _attend(layer.mixer, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
     residual = residual + _normed(norms.after_attention, attended)
 
     x = _normed(norms.mlp, residual)

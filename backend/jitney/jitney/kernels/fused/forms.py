@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jitney.execution.interface import AttentionCall, PagedFunction
+from jitney.execution.interface import AttentionCall, Latents, PagedFunction
+from jitney.kernels.fused.state_forms import StateForm, StateKernel
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -66,6 +67,9 @@ class AttentionForm:
     softcap: float | None
     sinks: Tensor | None
     norms: HeadNorms | None = None
+    is_gated: bool = False
+    """Whether the product gives, behind the values, a gate for each query head: what the head gives
+    is multiplied by ``sigmoid(gate)``."""
 
     @classmethod
     def of(cls, call: AttentionCall) -> "AttentionForm":
@@ -92,10 +96,15 @@ class AttentionForm:
         """The numbers of heads of query, key and value."""
         return self.query_heads, self.key_heads, self.key_heads
 
+    @property
+    def gate_offset(self) -> int:
+        """Where the gates begin in a row of the product."""
+        return sum(self.qkv_heads) * self.head_size
+
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, each [T, its heads, head size]. ``qkv`` is [T, all heads * head
-        size]: the heads of query, then those of key, then those of value."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_size)
+        size]: the heads of query, then those of key, then those of value, then any gates."""
+        heads = qkv[:, : self.gate_offset].unflatten(1, (-1, self.head_size))
         query, key, value = heads.split_with_sizes(self.qkv_heads, 1)
         return query, key, value
 
@@ -113,6 +122,37 @@ class AttentionForm:
         )
 
 
+@dataclass(frozen=True)
+class LatentForm:
+    """What an attention over latents does with the queries and latents that its products give: the
+    norm of the latents, and the constant arguments of the call."""
+
+    layer: int
+    heads: int
+    key_size: int
+    """Elements of a head's query that are not rotated: its first ones."""
+    scale: float
+    window: int | None
+    latents: Latents
+    norm: NormForm
+    """Of a latent without its rotary part."""
+
+    def call(self, query: Tensor, latent: Tensor) -> AttentionCall:
+        """The call for ``query`` [T, heads * head size] and ``latent`` [T, rank + rotary size and
+        more]."""
+        latents = self.latents
+        row = latent[:, None, : latents.rank + latents.rotary_size]
+        return AttentionCall(
+            layer=self.layer,
+            query=query.unflatten(1, (self.heads, -1)),
+            key=row,
+            value=row[..., : latents.rank],
+            scale=self.scale,
+            window=self.window,
+            latents=latents,
+        )
+
+
 # ------------------------------------------------------------------ functions of a device
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -121,6 +161,21 @@ the result]."""
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, cos, sin, attention) -> [T, query heads, head size]. qkv is that of
 :meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R]."""
+
+
+class LatentKernel(Protocol):
+    """The norm of latents, the rotary embedding, and attention."""
+
+    added_bytes: int
+    """Of weights that it holds beside those of the form."""
+
+    def __call__(
+        self, query: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction
+    ) -> Tensor:
+        """[T, heads, value size], of the arguments of :meth:`LatentForm.call`, which may be
+        overwritten. cos and sin are [T, R]."""
+
+
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """The end of a residual branch, attention or MLP: (x, residual, rows) -> (normed sum, sum), as
 :meth:`LayerKernels.end_branch` defines them. x is the input of the branch's last product. ``rows``
@@ -167,6 +222,12 @@ class LayerKernels(Protocol):
 
     def attention(self, form: AttentionForm) -> AttentionKernel:
         """The norms of the heads, the rotary embedding, and attention."""
+
+    def latents(self, form: LatentForm) -> LatentKernel:
+        """The norm of latents, the rotary embedding, and attention over latents."""
+
+    def states(self, form: StateForm) -> StateKernel:
+        """What a layer with states computes between its products."""
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         """The end of a residual branch: all that follows the input of its last product::

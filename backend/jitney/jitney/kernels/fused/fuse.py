@@ -17,20 +17,45 @@ from transformers import PreTrainedModel
 from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import find_children, layers_that_round_inputs
+from jitney.execution.state_slots import StateLayout, StateModule
 from jitney.execution.support import named_lengths
 from jitney.kernels.fused.adapted import AdaptedForward, AdaptedModules
-from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
-from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
+from jitney.kernels.fused.forms import (
+    AttentionForm,
+    FusedNorm,
+    HeadNorms,
+    LatentForm,
+    Misfit,
+    Norm,
+    NormForm,
+)
+from jitney.kernels.fused.latents import (
+    FusedLatents,
+    is_latent_attention,
+    latent_form,
+    latent_products,
+)
+from jitney.kernels.fused.layers import (
+    FusedAttention,
+    FusedDecoderLayer,
+    FusedMLP,
+    LayerNorms,
+    Mixer,
+)
 from jitney.kernels.fused.likeness import Likeness, likeness
+from jitney.kernels.fused.products import gated_products
 from jitney.kernels.fused.recognise import (
     AttentionChildren,
+    LayerChildren,
     attention_children,
     is_norm,
     known_activation,
     layer_children,
     mlp_children,
 )
+from jitney.kernels.fused.recognise_states import state_parts
 from jitney.kernels.fused.rotary import SURPLUS, Rotary, rotary_table
+from jitney.kernels.fused.states import FusedStates
 from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
@@ -40,11 +65,13 @@ from jitney.kernels.fused.trial import (
     ModuleArguments,
     first_positions,
     record_arguments,
+    returns_tuple,
+    run_in_steps,
     run_model,
     run_module,
     spread_positions,
 )
-from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
+from jitney.kernels.fused.whole_model import NO_TABLE, FusedForward, ModelKernels
 
 _log = logging.getLogger(__name__)
 
@@ -94,22 +121,46 @@ class FuseReport:
 
 
 def fuse(
-    module: PreTrainedModel, kernels: ModelKernels, length: int, *, norms_alone: bool = False
+    module: PreTrainedModel,
+    kernels: ModelKernels,
+    length: int,
+    *,
+    states: StateLayout | None = None,
+    norms_alone: bool = False,
 ) -> FuseReport:
     """Replace what can be replaced in ``module``, on the device that it is on. ``length`` is that
-    of the longest sequence. ``norms_alone``: replace nothing but norms. Option ``batch_invariant``
-    needs our norms even if option ``fuse`` is off.
+    of the longest sequence. ``states``: what states it keeps, if their modules may be replaced.
+    ``norms_alone``: replace nothing but norms. Option ``batch_invariant`` needs our norms even if
+    option ``fuse`` is off.
 
     Never fails on a model: at worst, nothing is replaced. Takes memory for one layer beyond the
     module's own, as each module is freed once it is replaced.
     """
     with torch.inference_mode():
-        fuser = _Fuser(module, kernels, length)
+        fuser = _Fuser(module, kernels, length, states)
         report = fuser.report
         # The largest modules first: what is inside of a replaced one is not found any more.
         if not norms_alone:
             swap_children(
-                module, what="layer", fits=layer_children, build=fuser.build_layer, report=report
+                module,
+                what="layer",
+                fits=fuser.layer_children,
+                build=fuser.build_layer,
+                report=report,
+            )
+            swap_children(
+                module,
+                what="attention over latents",
+                fits=is_latent_attention,
+                build=fuser.build_latents,
+                report=report,
+            )
+            swap_children(
+                module,
+                what="layer with states",
+                fits=fuser.has_states,
+                build=fuser.build_states,
+                report=report,
             )
             swap_children(
                 module,
@@ -175,8 +226,18 @@ class _Fuser:
     """Builds fused modules for one model, and proves them. Each method raises Misfit if the module
     cannot be replaced."""
 
-    def __init__(self, module: PreTrainedModel, kernels: ModelKernels, length: int) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        kernels: ModelKernels,
+        length: int,
+        states: StateLayout | None,
+    ) -> None:
         self.report = FuseReport(kernels)
+        self._layout = states
+        self._states_of: dict[nn.Module, StateModule] = {}
+        if states is not None:
+            self._states_of = {module.get_submodule(each.path): each for each in states.modules}
         self._module: Any = module
         self._config: Any = module.config
         self._kernels = kernels
@@ -190,7 +251,7 @@ class _Fuser:
             coarse=bool(layers_that_round_inputs(module)),
             tokens=len(self._spread_positions),
         )
-        self._arguments = record_arguments(module, self._spread_positions, _takes_cos_and_sin)
+        self._arguments = record_arguments(module, self._spread_positions, self._has_arguments)
         # Of the fused layers whose cos and sin a table can give.
         self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}
         # Gated MLPs that did not fit when their decoder layers were built. The report counts them.
@@ -237,6 +298,85 @@ class _Fuser:
     def _build_norm_if_any(self, norm: nn.Module | None) -> Norm:
         return None if norm is None else self.build_norm(norm)
 
+    # ------------------------------------------------------------------ states
+
+    def has_states(self, module: nn.Module) -> bool:
+        """Whether it keeps states."""
+        return module in self._states_of
+
+    def build_states(self, module: nn.Module) -> FusedStates:
+        """For a module that keeps states."""
+        layout = self._layout
+        assert layout is not None
+        parts = state_parts(module, layout, self._states_of[module])
+        if parts is None:
+            raise Misfit(f"no kernel computes what a {type(module).__name__} does")
+        fused = FusedStates(
+            form=parts.form,
+            project=self._kernels.linear(parts.project),
+            output=self._kernels.linear([parts.output]),
+            kernel=self._kernels.states(parts.form),
+        ).eval()
+        arguments = self._arguments.get(module, {})
+        self._check(module, fused, parts.project[0].in_features, MODULE_SCALES, arguments)
+        if not self._skips_trials:
+            x = self._checker.random(parts.project[0].in_features)
+            right, _ = run_module(module, x, arguments)
+            self._checker.check_same("its result in steps", run_in_steps(fused, x, layout), right)
+        return fused
+
+    # ------------------------------------------------------------------ latents
+
+    def build_latents(self, attention: Any) -> FusedLatents:
+        """For an attention over latents."""
+        arguments = self._arguments.get(attention, {})
+        x = self._checker.random(self._config.hidden_size)
+        _, calls = run_module(attention, x, arguments)
+        cos_sin = arguments.get("position_embeddings")
+        if len(calls) != 1 or not isinstance(cos_sin, tuple):
+            raise Misfit("it does not attend once, with a rotary embedding")
+        form = latent_form(calls[0], self.build_norm(attention.kv_a_layernorm))
+        half = _is_half(cos_sin[0], form.latents.rotary_size)
+        # Whether pairs are rotated stands in the configuration, or in the module's code alone.
+        likely = bool(vars(attention.config).get("rope_interleave", False))
+        try:
+            return self._build_latents(attention, form, arguments, half, rotates_pairs=likely)
+        except Misfit:
+            return self._build_latents(attention, form, arguments, half, rotates_pairs=not likely)
+
+    def _build_latents(
+        self,
+        attention: Any,
+        form: LatentForm,
+        arguments: ModuleArguments,
+        half: bool,
+        *,
+        rotates_pairs: bool,
+    ) -> FusedLatents:
+        children = dict(attention.named_children())
+        products = latent_products(children, form, rotates_pairs=rotates_pairs)
+        query_low = None
+        query_norm = None
+        if "q_a_proj" in children:
+            query_low = self._kernels.linear([children["q_a_proj"]])
+            query_norm = self.build_norm(children["q_a_layernorm"])
+        kernel = self._kernels.latents(form)
+        fused = FusedLatents(
+            form=form,
+            kernel=kernel,
+            query=self._kernels.linear([products.query]),
+            latent=self._kernels.linear(products.latent),
+            output=self._kernels.linear([attention.o_proj]),
+            query_low=query_low,
+            query_norm=query_norm,
+            half_rotary=half,
+        ).eval()
+        self._check(attention, fused, self._config.hidden_size, MODULE_SCALES, arguments)
+        self.report.added_bytes += kernel.added_bytes
+        return fused
+
+    # ------------------------------------------------------------------ MLPs
+
     def is_untried_mlp(self, module: nn.Module) -> bool:
         """Whether it is a gated MLP that has not been found unfit with its decoder layer."""
         return mlp_children(module) is not None and module not in self._kept_mlps
@@ -256,6 +396,17 @@ class _Fuser:
 
     # ------------------------------------------------------------------ decoder layers
 
+    def layer_children(self, module: nn.Module) -> LayerChildren | None:
+        """See ``recognise``."""
+        return layer_children(module, self.has_states)
+
+    def _has_arguments(self, module: nn.Module) -> bool:
+        """Whether transformers may call it with arguments beside its input."""
+        is_layer = self.layer_children(module) is not None
+        if is_layer or is_latent_attention(module) or self.has_states(module):
+            return True
+        return attention_children(module) is not None
+
     def build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
         """For a decoder layer. Of layers that are alike, the first alone is tried: what is wrong
         with the others would show in the logits of the whole model (``probe.check_same``)."""
@@ -269,14 +420,19 @@ class _Fuser:
         return fused
 
     def _build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
-        children = layer_children(layer)
+        children = self.layer_children(layer)
         assert children is not None
         arguments = self._arguments.get(layer, {})
         cos_sin = arguments.get("position_embeddings")
-        if not isinstance(cos_sin, tuple):
+        mixer: Mixer
+        if self.has_states(children.mixer):
+            mixer = self.build_states(children.mixer)
+        elif not isinstance(cos_sin, tuple):
             raise Misfit("it takes no rotary embedding")
-
-        attention = self._build_attention(children.attention)
+        elif is_latent_attention(children.mixer):
+            mixer = self.build_latents(children.mixer)
+        else:
+            mixer = self._build_attention(children.mixer)
         mlp = self._build_mlp_if_possible(children.mlp)
         norms = LayerNorms(
             attention=self._build_norm_if_any(children.attention_norm),
@@ -284,7 +440,7 @@ class _Fuser:
             mlp=self._build_norm_if_any(children.mlp_norm),
             after_mlp=self._build_norm_if_any(children.after_mlp_norm),
         )
-        fused = FusedDecoderLayer(attention, mlp, norms, self._kernels).eval()
+        fused = FusedDecoderLayer(mixer, mlp, norms, self._kernels).eval()
         self._check(
             layer,
             fused,
@@ -294,10 +450,12 @@ class _Fuser:
         )
 
         _copy_plain_values(layer, fused)
+        x = self._checker.random(self._config.hidden_size)
+        fused.returns_tuple = returns_tuple(layer, x, arguments)
         # A model with its rotary module in an unusual place gives a tuple without the mark. Its
         # layers can be fused, but it gets no table.
-        if isinstance(cos_sin, MarkedCosSin):
-            self._rotary_of[fused] = _LayerRotary(cos_sin.rotary, attention.half_rotary)
+        if not isinstance(mixer, FusedStates) and isinstance(cos_sin, MarkedCosSin):
+            self._rotary_of[fused] = _LayerRotary(cos_sin.rotary, mixer.half_rotary)
         return fused
 
     def _build_mlp_if_possible(self, mlp: nn.Module) -> nn.Module:
@@ -318,9 +476,10 @@ class _Fuser:
         arguments = self._arguments.get(attention, {})
         form = self._attention_form(attention, children, arguments)
         cos, _ = arguments["position_embeddings"]
+        products = gated_products(children.qkv, form) if form.is_gated else children.qkv
         fused = FusedAttention(
             form=form,
-            qkv=self._kernels.linear(children.qkv),
+            qkv=self._kernels.linear(products),
             output=self._kernels.linear([children.output]),
             half_rotary=_is_half(cos, form.head_size),
             kernels=self._kernels,
@@ -345,11 +504,15 @@ class _Fuser:
         call = calls[0]
         form = AttentionForm.of(call)
 
-        # Products may give more than heads: a gate on the queries, say.
+        # Products may give more than heads: a gate for each query head, say.
         outputs = sum(each.out_features for each in children.qkv)
-        heads_alone = outputs == sum(form.qkv_heads) * form.head_size
-        if call.value.shape != call.key.shape or not heads_alone:
+        more = outputs - sum(form.qkv_heads) * form.head_size
+        if more == form.query_heads * form.head_size:
+            form = replace(form, is_gated=True)
+        elif more != 0:
             raise Misfit("its projections do not give the heads alone")
+        if call.value.shape != call.key.shape:
+            raise Misfit("its keys and values are of different sizes")
 
         if children.query_norm is None or children.key_norm is None:
             return form
@@ -375,7 +538,8 @@ class _Fuser:
         # Each kind of rotary embedding has one table, which all layers of that kind share.
         index_of_table: dict[_LayerRotary, int] = {}
         for layer in layers:
-            index_of_table.setdefault(self._rotary_of[layer], len(index_of_table))
+            if layer in self._rotary_of:
+                index_of_table.setdefault(self._rotary_of[layer], len(index_of_table))
         length = self._length + SURPLUS
         fused = FusedForward(
             embed=embed,
@@ -384,7 +548,10 @@ class _Fuser:
                 rotary_table(rotary, half, length, like=self._like)
                 for rotary, half in index_of_table
             ],
-            table_of_layer=[index_of_table[self._rotary_of[layer]] for layer in layers],
+            table_of_layer=[
+                index_of_table[self._rotary_of[layer]] if layer in self._rotary_of else NO_TABLE
+                for layer in layers
+            ],
             norm=norm,
             head=self._kernels.linear([old_head]),
             softcap=vars(self._config).get("final_logit_softcapping"),
@@ -410,21 +577,24 @@ class _Fuser:
         if set(children) != {"model", "lm_head"}:
             raise Misfit("it is more than an inner model and a head")
         inner: dict[str, Any] = dict(children["model"].named_children())
-        if set(inner) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        norm_names = inner.keys() - {"embed_tokens", "layers", "rotary_emb"}
+        if len(inner) != 4 or len(norm_names) != 1:
             raise Misfit("its inner model has other parts")
-        parts = _ModelParts(inner["embed_tokens"], list(inner["layers"]), inner["norm"])
-        have_tables = all(layer in self._rotary_of for layer in parts.layers)
+        norm = inner[norm_names.pop()]
+        parts = _ModelParts(inner["embed_tokens"], list(inner["layers"]), norm)
+        have_tables = all(map(self._finds_rotary, parts.layers))
         if not isinstance(parts.norm, FusedNorm) or not have_tables:
             raise Misfit("not all of its parts are fused")
         return parts
 
+    def _finds_rotary(self, layer: nn.Module) -> bool:
+        """Whether it is a fused layer that has a table, or that needs none."""
+        if layer in self._rotary_of:
+            return True
+        return isinstance(layer, FusedDecoderLayer) and isinstance(layer.mixer, FusedStates)
+
 
 # ------------------------------------------------------------------ what a module computes
-
-
-def _takes_cos_and_sin(module: nn.Module) -> bool:
-    """Whether transformers may call it with cos and sin among its arguments."""
-    return layer_children(module) is not None or attention_children(module) is not None
 
 
 def _check_head_norms(norms: HeadNorms, form: AttentionForm) -> None:

@@ -21,39 +21,23 @@ branch, and what ``end_before`` returns computes that end.
 [1, T, width] where transformers calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction
-from jitney.kernels.fused.forms import AttentionForm, EndBranch, LayerKernels, Norm, RowFunction
+from jitney.kernels.fused.forms import (
+    AttentionForm,
+    EndBranch,
+    LayerKernels,
+    Norm,
+    RowFunction,
+)
+from jitney.kernels.fused.latents import FusedLatents
 from jitney.kernels.fused.rotary import CosSin, whole_rotary
-
-
-def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer that gives the results of all side by side. Its weight is a copy, unless there is
-    only one layer."""
-    if len(linears) == 1:
-        return linears[0]
-    weight = torch.cat([each.weight.detach() for each in linears])
-    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    merged.weight = nn.Parameter(weight, requires_grad=False)
-    if any(each.bias is not None for each in linears):
-        biases = [_bias_or_zeros(each) for each in linears]
-        merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return merged
-
-
-def _bias_or_zeros(linear: Any) -> Tensor:
-    if linear.bias is None:
-        return torch.zeros(
-            linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device
-        )
-    bias: Tensor = linear.bias.detach()
-    return bias
+from jitney.kernels.fused.states import FusedStates
 
 
 class FusedMLP(nn.Module):
@@ -105,13 +89,19 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """As transformers calls it."""
         cos_sin = whole_rotary(position_embeddings, self.half_rotary)
-        attended = self.attend(hidden_states[0], cos_sin, paged)
+        attended = self.mix(hidden_states[0], cos_sin, paged)
         return self.output(attended).unsqueeze(0), None
 
-    def attend(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
+    def mix(self, x: Tensor, cos_sin: CosSin | None, paged: PagedFunction) -> Tensor:
         """All but the output product, of x [T, hidden size] and cos and sin [T, R]. Returns
         [T, heads * head size]."""
+        assert cos_sin is not None
         return self.kernel(self._qkv(x), *cos_sin, paged).reshape(x.shape[0], -1)
+
+
+Mixer = FusedAttention | FusedLatents | FusedStates
+"""The first branch of a decoder layer, which mixes what tokens know. It has a method ``mix`` for
+all but its last product, and ``output``, that product."""
 
 
 class LayerNorms(NamedTuple):
@@ -130,17 +120,20 @@ class LayerNorms(NamedTuple):
 class FusedDecoderLayer(nn.Module):
     """A decoder layer. Its attention is fused; its MLP may be of any kind, fused or not."""
 
+    returns_tuple = False
+    """Whether transformers' layer returns its result as the first of a tuple."""
+
     def __init__(
-        self, attention: FusedAttention, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
+        self, mixer: Mixer, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
     ) -> None:
         super().__init__()
-        self.self_attn = attention
+        self.mixer = mixer
         self.mlp = mlp
         self.norms = norms
         self._kernels = kernels
-        self._attend = attention.attend
-        self._end_attention = kernels.end_branch(
-            product=attention.output, branch_norm=norms.after_attention, norm=norms.mlp
+        self._mix = mixer.mix
+        self._end_first_branch = kernels.end_branch(
+            product=mixer.output, branch_norm=norms.after_attention, norm=norms.mlp
         )
 
         # The branch of the MLP ends with a product. What comes before that product is the MLP's
@@ -163,29 +156,37 @@ class FusedDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: CosSin,
+        position_embeddings: CosSin | None = None,
         paged: PagedFunction,
         **unused: object,
-    ) -> Tensor:
+    ) -> Any:
         """As transformers calls it."""
-        cos_sin = whole_rotary(position_embeddings, self.self_attn.half_rotary)
+        cos_sin = None
+        if not isinstance(self.mixer, FusedStates):
+            assert position_embeddings is not None
+            cos_sin = whole_rotary(position_embeddings, self.mixer.half_rotary)
         residual = hidden_states[0]
         norm = self.norms.attention
         x = residual if norm is None else norm(residual)
         x, residual = self.run(x, residual, cos_sin, paged)
         _, total = self._end_without_next(x, residual, None)
-        return total.unsqueeze(0)
+        return self.result_of(total)
+
+    def result_of(self, total: Tensor) -> Any:
+        """What transformers' layer returns, for the residual [T, hidden size] after it."""
+        result = total.unsqueeze(0)
+        return (result, None) if self.returns_tuple else result
 
     def run(
-        self, x: Tensor, residual: Tensor, cos_sin: CosSin, paged: PagedFunction
+        self, x: Tensor, residual: Tensor, cos_sin: CosSin | None, paged: PagedFunction
     ) -> tuple[Tensor, Tensor]:
         """All but the end of the layer.
 
         ``x`` is the normed residual, the input of attention. Returns the input of the layer's last
         product, and the residual after attention.
         """
-        attended = self._attend(x, cos_sin, paged)
-        x, residual = self._end_attention(attended, residual, None)
+        mixed = self._mix(x, cos_sin, paged)
+        x, residual = self._end_first_branch(mixed, residual, None)
         if self._first_part_of_mlp is not None:
             x = self._first_part_of_mlp(x)
         return x, residual

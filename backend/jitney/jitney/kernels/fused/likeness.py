@@ -3,10 +3,13 @@ Called by ``fuse``.
 """
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from jitney.execution.state_rows import RowForward
 
 Likeness = tuple[object, ...]
 """Equal for layers that are alike."""
@@ -49,4 +52,7 @@ def _shapes(module: nn.Module) -> Likeness:
 
 
 def _comparable(value: Any) -> object:
+    # A module with states: its class's forward, in rows.
+    if isinstance(value, RowForward) and isinstance(value.own_forward, MethodType):
+        return (RowForward, id(value.own_forward.__func__))
     return value if isinstance(value, _PLAIN) else id(value)

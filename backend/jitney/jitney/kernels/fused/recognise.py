@@ -7,7 +7,8 @@ something else.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,13 +17,23 @@ from torch import nn
 
 from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
+from jitney.kernels.fused.latents import is_latent_attention
 from jitney.kernels.fused.trial import run_module
 
 # The products of one input. Some models have them merged already.
 _QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_GATE_UP_NAMES = (("gate_proj", "up_proj"), ("gate_up_proj",))
-_ACTIVATION_NAMES = ("act_fn", "activation_fn")
-_QK_NORM_NAMES = ((), ("q_norm", "k_norm"))
+_OUTPUT_NAMES = ("o_proj", "out_proj")
+_MLP_NAMES = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),  # LFM2
+)
+"""The products of gate and up, and that of their product."""
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", None)
+_QK_NORM_NAMES = ((), ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_FIRST_BRANCHES = ("self_attn", "conv", "mamba", "linear_attn")
+"""The module of a layer's first branch: attention, or one that keeps states."""
+_SECOND_BRANCHES = ("mlp", "feed_forward")
 
 _WITHOUT_EFFECT = (nn.Dropout, nn.Identity)
 """Modules that do nothing in service. They are not counted as children."""
@@ -48,6 +59,9 @@ _NORM_NAMES = (
         mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     ),
+    # The same by other names: LFM2, Bamba.
+    _NormNames(attention="operator_norm", mlp="ffn_norm"),
+    _NormNames(attention="input_layernorm", mlp="pre_ff_layernorm"),
     # Norms after them, as in OLMo 2.
     _NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
 )
@@ -75,7 +89,8 @@ class MlpChildren:
 
     gate_up: list[Any]
     """The linear layers of gate and up, or the one that gives both."""
-    activation: Any
+    activation: nn.Module | None
+    """None: it is a function, not a module."""
     down: Any
 
 
@@ -83,7 +98,8 @@ class MlpChildren:
 class LayerChildren:
     """The children of a decoder layer. The norms are those of :class:`layers.LayerNorms`."""
 
-    attention: nn.Module
+    mixer: nn.Module
+    """Attention of a known kind, or a module that keeps states."""
     mlp: nn.Module
     """Of any kind."""
     attention_norm: nn.Module | None
@@ -92,55 +108,64 @@ class LayerChildren:
     after_mlp_norm: nn.Module | None
 
 
+HasStates = Callable[[nn.Module], bool]
+"""Whether a module keeps states."""
+
+
+def _has_none(module: nn.Module) -> bool:
+    return False
+
+
 def attention_children(module: nn.Module) -> AttentionChildren | None:
     """Linear layers of query, key, value and output, perhaps norms of query and key, and nothing
     else."""
     children = _children(module)
-    for names in _QKV_NAMES:
-        for norms in _QK_NORM_NAMES:
-            if children.keys() != {*names, "o_proj", *norms}:
-                continue
-            qkv = [children[name] for name in names]
-            output = children["o_proj"]
-            if not _are_linear([*qkv, output]) or not _are_norms(children, norms):
-                return None
-            return AttentionChildren(
-                qkv=qkv,
-                output=output,
-                query_norm=children.get("q_norm"),
-                key_norm=children.get("k_norm"),
-            )
+    for names, output_name, norms in itertools.product(_QKV_NAMES, _OUTPUT_NAMES, _QK_NORM_NAMES):
+        if children.keys() != {*names, output_name, *norms}:
+            continue
+        qkv = [children[name] for name in names]
+        output = children[output_name]
+        if not _are_linear([*qkv, output]) or not _are_norms(children, norms):
+            return None
+        query_norm, key_norm = (children[name] for name in norms) if norms else (None, None)
+        return AttentionChildren(qkv, output, query_norm, key_norm)
     return None
 
 
 def mlp_children(module: nn.Module) -> MlpChildren | None:
     """Linear layers of gate, up and down, an activation, and nothing else."""
     children = _children(module)
-    for names in _GATE_UP_NAMES:
-        for activation in _ACTIVATION_NAMES:
-            if children.keys() != {*names, activation, "down_proj"}:
-                continue
-            gate_up = [children[name] for name in names]
-            down = children["down_proj"]
-            if not _are_linear([*gate_up, down]):
-                return None
-            return MlpChildren(gate_up=gate_up, activation=children[activation], down=down)
+    for (names, down_name), activation in itertools.product(_MLP_NAMES, _ACTIVATION_NAMES):
+        expected = {*names, down_name}
+        if activation is not None:
+            expected.add(activation)
+        if children.keys() != expected:
+            continue
+        gate_up = [children[name] for name in names]
+        down = children[down_name]
+        if not _are_linear([*gate_up, down]):
+            return None
+        return MlpChildren(gate_up=gate_up, activation=_child(children, activation), down=down)
     return None
 
 
-def layer_children(module: nn.Module) -> LayerChildren | None:
-    """An attention of a known kind, any MLP, norms under known names, and nothing else."""
+def layer_children(module: nn.Module, has_states: HasStates = _has_none) -> LayerChildren | None:
+    """An attention of a known kind or a module that keeps states, any MLP, norms under known names,
+    and nothing else."""
     children = _children(module)
-    for names in _NORM_NAMES:
+    found = itertools.product(_FIRST_BRANCHES, _SECOND_BRANCHES, _NORM_NAMES)
+    for first, second, names in found:
         norms = [name for name in names if name is not None]
-        if children.keys() != {"self_attn", "mlp", *norms}:
+        if children.keys() != {first, second, *norms}:
             continue
-        attention = children["self_attn"]
-        if attention_children(attention) is None or not _are_norms(children, norms):
+        mixer = children[first]
+        is_other = has_states(mixer) or is_latent_attention(mixer)
+        is_known = is_other or attention_children(mixer) is not None
+        if not is_known or not _are_norms(children, norms):
             return None
         return LayerChildren(
-            attention=attention,
-            mlp=children["mlp"],
+            mixer=mixer,
+            mlp=children[second],
             attention_norm=_child(children, names.attention),
             after_attention_norm=_child(children, names.after_attention),
             mlp_norm=_child(children, names.mlp),
@@ -160,8 +185,11 @@ def is_norm(module: nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def known_activation(function: nn.Module) -> Activation | None:
-    """Which activation ``function`` is, told by what it gives. None: it is none of ours."""
+def known_activation(function: nn.Module | None) -> Activation | None:
+    """Which activation ``function`` is, told by what it gives. None: it is none of ours. Where it
+    is no module it is SiLU, as far as a trial of the MLP agrees."""
+    if function is None:
+        return "silu"
     x = torch.linspace(-6.0, 6.0, 97)
     try:
         got, _ = run_module(function, x, {})

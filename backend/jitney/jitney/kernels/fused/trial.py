@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from jitney.execution.attention import RowSlot
 from jitney.execution.interface import AttentionCall, StepFunction, forward_module
 from jitney.execution.machine import is_out_of_memory
+from jitney.execution.state_rows import SlotCache
+from jitney.execution.state_slots import StateLayout, StateSlots
 from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.rotary import CosSin, Rotary
 
@@ -196,6 +199,27 @@ def run_module(
     if not isinstance(result, Tensor):
         raise Misfit("it returns more than one tensor")
     return result, stand_in.calls
+
+
+def returns_tuple(module: nn.Module, x: Tensor, arguments: ModuleArguments) -> bool:
+    """Whether ``module`` returns a tuple."""
+    if arguments:
+        arguments = {**arguments, "paged": StandIn()}
+    return isinstance(module(x, **arguments), tuple)
+
+
+def run_in_steps(fused: nn.Module, x: Tensor, layout: StateLayout) -> Tensor:
+    """The result of a fused module with states for x [1, T, width], computed in three steps: some
+    tokens, some more, and the last one. So the second and the third go on after a state."""
+    slots = StateSlots(layout, num_slots=1, device=x.device)
+    num_tokens = x.shape[1]
+    results = []
+    first = 0
+    for last in (num_tokens // 2, num_tokens - 1, num_tokens):
+        row = RowSlot(slot=0, first=0, num_tokens=last - first, is_new=first == 0)
+        results.append(fused(x[:, first:last], SlotCache(slots, [row])))
+        first = last
+    return torch.cat(results, 1)
 
 
 # ------------------------------------------------------------------ comparing

@@ -17,6 +17,9 @@ from jitney.kernels.fused.forms import EndBranch, FusedNorm, LayerKernels, Norm
 from jitney.kernels.fused.layers import FusedDecoderLayer
 from jitney.kernels.fused.rotary import CosSin
 
+NO_TABLE = -1
+"""See :attr:`FusedForward.table_of_layer`."""
+
 StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
 """(ids [T], rows, attention) -> the logits of ``rows``, indices of the T tokens. None: it cannot
 run this step."""
@@ -65,10 +68,10 @@ class ModelKernels(LayerKernels, Protocol):
 class _LayerStep(NamedTuple):
     """What a step calls of one layer."""
 
-    run: Callable[[Tensor, Tensor, CosSin, PagedFunction], tuple[Tensor, Tensor]]
+    run: Callable[[Tensor, Tensor, CosSin | None, PagedFunction], tuple[Tensor, Tensor]]
     """See :meth:`FusedDecoderLayer.run`."""
     table: int
-    """Index of the layer's rotary table."""
+    """Index of the layer's cos and sin in :meth:`FusedForward.cos_sin`."""
     end: EndBranch
     """The end of the layer, with the norm that begins the next one: see
     :meth:`FusedDecoderLayer.end_before`."""
@@ -86,7 +89,7 @@ class FusedForward:
     tables: Sequence[Tensor]
     """cos and sin of all positions, for each kind of layer: see :func:`rotary_table`."""
     table_of_layer: Sequence[int]
-    """The index of each layer's table."""
+    """The index of each layer's table; NO_TABLE for a layer without rotary embedding."""
     norm: FusedNorm
     """The last norm, before the head."""
     head: nn.Module
@@ -133,13 +136,14 @@ class FusedForward:
         x, _ = last.end(x, residual, rows)
         return self.cap(self.head(x))
 
-    def cos_sin(self, positions: Tensor) -> list[CosSin]:
-        """cos and sin [T, R] of these positions, from each of the tables."""
+    def cos_sin(self, positions: Tensor) -> list[CosSin | None]:
+        """cos and sin [T, R] of these positions, from each of the tables. Behind these None, which
+        is what NO_TABLE finds."""
         # cos and sin of a token are side by side. So the offset from cos to sin, and with it the
         # alignment of sin, is the same for any number of tokens. A compiler that makes a kernel for
         # each alignment, as that of the Triton language, then makes only one.
         found = (table.index_select(0, positions).unbind(1) for table in self.tables)
-        return [(cos, sin) for cos, sin in found]
+        return [*((cos, sin) for cos, sin in found), None]
 
     def cap(self, logits: Tensor) -> Tensor:
         """The logits, mapped to ``softcap * tanh(logits / softcap)`` if the model does that."""

@@ -22,12 +22,15 @@ from jitney.kernels.fused.forms import (
     AttentionForm,
     EndBranch,
     HeadNorms,
+    LatentForm,
+    LatentKernel,
     Misfit,
     Norm,
     NormForm,
     RowFunction,
 )
-from jitney.kernels.fused.layers import merged_linears
+from jitney.kernels.fused.products import merged_linears
+from jitney.kernels.fused.state_forms import StateForm, StateKernel
 from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
 from jitney.kernels.gpu.adapter_products import GroupedProducts
 from jitney.kernels.gpu.gpu_attention import GpuAttention, HeadTransform
@@ -71,7 +74,15 @@ class GpuLayerKernels:
         return _SideBySide(products)
 
     def attention(self, form: AttentionForm) -> "GpuHeadAttention":
+        if form.is_gated:
+            raise Misfit("a GPU has no kernel for gates on heads")
         return GpuHeadAttention(form)
+
+    def latents(self, form: LatentForm) -> LatentKernel:
+        raise Misfit("a GPU has no kernel over latents")
+
+    def states(self, form: StateForm) -> StateKernel:
+        raise Misfit("a GPU has no kernel for states")
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         branch_form = None if branch_norm is None else branch_norm.form
