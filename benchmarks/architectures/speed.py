@@ -54,8 +54,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "mixtral": _EXPERT_WIDTH,
     "gpt_oss": _EXPERT_WIDTH,
     "phi": _WITHOUT_GATE,
-    "gpt2": {"n_inner": 1152},
-    # One layer of four has no rotary embedding, and one of four a full window, as released.
+    # It has as many KV heads as query heads.
+    "gpt2": {"n_inner": 1024},
+    # Its factors are 1 if nothing is said.
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.015625,
+    },
+    # One layer of four has no rotary embedding, as released.
     "smollm3": {"no_rope_layer_interval": 4},
 }
 

@@ -5,7 +5,7 @@ Called by ``accelerator``, which hands it to ``fused``. Imported only where Numb
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
-from jitney.kernels.cpu.column_linear import ColumnLinear, fits_columns
+from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns, fits_columns
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm, norm_rotary_body
@@ -27,9 +27,15 @@ from jitney.kernels.fused.forms import (
     Norm,
     NormForm,
     RowFunction,
+    Scaling,
 )
 from jitney.kernels.fused.layers import merged_linears
-from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
+from jitney.kernels.fused.whole_model import (
+    AdaptedKernels,
+    FusedForward,
+    Places,
+    ScaledHead,
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,17 @@ class CpuLayerKernels:
         """See :class:`fused.whole_model.ModelKernels`, here and below."""
         return RowNorm(form, self._dtype, self._rows_kernel)
 
-    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+    def linear(
+        self, products: Sequence[Any], activation: Activation | None = None, *, gated: bool = True
+    ) -> nn.Module:
         joined = _join(products)
         weight = joined.weight
         # Our own product comes first, but for float32, where oneDNN's is as fast.
         wants_ours = weight.dtype != torch.float32 or self._batch_invariant
-        if wants_ours and fits_columns(weight, activation):
-            return ColumnLinear(weight, joined.bias, activation, joined.scale, joined.factors)
+        if wants_ours and fits_columns(weight, activation, gated=gated):
+            return ColumnLinear(
+                weight, joined.bias, activation, joined.scale, joined.factors, gated=gated
+            )
         # oneDNN has no products of quantized weights, and its sums depend on the batch.
         if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
@@ -80,13 +90,17 @@ class CpuLayerKernels:
             raise Misfit(reason)
         if activation is None:
             return PackedLinear(weight, joined.bias, self._rows)
+        if not gated:
+            return _Activated(PackedLinear(weight, joined.bias, self._rows), activation)
         return _split_gate(joined, activation, self._rows)
 
     def attention(self, form: AttentionForm) -> CpuAttentionLayer:
         return CpuAttentionLayer(form, self._dtype, self._rows_kernel)
 
-    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
-        add = _sum_of(product, branch_norm)
+    def end_branch(
+        self, product: RowFunction, branch_norm: Norm, norm: Norm, factor: float = 1.0
+    ) -> EndBranch:
+        add = _sum_of(product, branch_norm, factor)
 
         def end(x: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
             """(norm(sum), sum); without a norm, the sum twice."""
@@ -99,15 +113,23 @@ class CpuLayerKernels:
 
         return end
 
-    def program(self, model: FusedForward) -> LayerProgram | None:
+    def head(self, linear: Any, scaling: Scaling) -> nn.Module:
+        if scaling == Scaling():
+            return linear
+        if isinstance(linear, ColumnLinear):
+            return ScaledColumns(linear, scaling)
+        return ScaledHead(linear, scaling)
+
+    def program(self, model: FusedForward) -> LayerProgram:
         return LayerProgram.of(model)
 
     def adapted(self, model: FusedForward, places: Sequence[Places]) -> AdaptedKernels:
         # What cannot be a program without adapters cannot be one with them.
         if model.program is None:
             return AdaptedKernels()
-        program = LayerProgram.of(model, places)
-        if program is None:
+        try:
+            program = LayerProgram.of(model, places)
+        except Misfit:
             return AdaptedKernels()
         return AdaptedKernels(pack=program.pack, program=program)
 
@@ -134,13 +156,19 @@ def _join(products: Sequence[Any]) -> _Weights:
     return _Weights(plain.weight, plain.bias)
 
 
-def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, residual) -> residual + norm(product(x))."""
+def _sum_of(product: RowFunction, norm: Norm, factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, residual) -> residual + norm(product(x)) * factor."""
     if norm is not None:
-        kernel = norm.kernel
-        return lambda x, residual: residual + kernel(product(x))
+        if factor != 1.0:
+            raise Misfit("it has a norm and a factor behind a branch")
+        kernel: Any = norm.kernel
+        return lambda x, residual: kernel.plus(product(x), residual)
     # These add in their epilogue, before the result is written.
-    if isinstance(product, (PackedLinear, ColumnLinear)):
+    if isinstance(product, ColumnLinear):
+        return partial(product.plus, scaling=Scaling(factor))
+    if factor != 1.0:
+        return lambda x, residual: residual + product(x) * factor
+    if isinstance(product, PackedLinear):
         return product.plus
     return lambda x, residual: residual + product(x)
 
@@ -155,6 +183,23 @@ def _split_gate(joined: _Weights, activation: Activation, rows: int) -> "_SplitG
     gate = PackedLinear(gate_weight, gate_bias, rows)
     up = PackedLinear(up_weight, up_bias, rows)
     return _SplitGate(gate, up, activation)
+
+
+class _Activated(nn.Module):
+    """activation(product(x)), in the epilogue of the product."""
+
+    def __init__(self, product: PackedLinear, activation: Activation) -> None:
+        super().__init__()
+        self.product = product
+        self._activation: Activation = activation
+        self._activated = product.activated
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._activated(x, self._activation)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """As :meth:`forward`, with ``other`` [T, outputs] added before the activation."""
+        return ACTIVATIONS[self._activation](self.product.plus(x, other))
 
 
 class _SplitGate(nn.Module):

@@ -15,6 +15,10 @@ width]. The names are those of ``program_list.Activations``::
     normed   -> product "gated"             -> inside
     inside   -> product "down" + middle     -> states, the input of the next layer
 
+This is a Llama. A norm that a layer does not have is left out; one behind a branch stands between
+its product and the sum. In a parallel layer, what gives ``inside`` reads what ``qkv`` reads, or the
+norm of ``states``.
+
 Behind all layers come the last norm and the head, of the tokens whose logits are asked for. If a
 product takes another form of its input, a conversion stands before it (``convert_kernel``). With
 adapters, two kernels stand before each product (``adapter_kernel``).
@@ -25,6 +29,7 @@ thread calls it; activations are kept between calls. Imported only where Numba i
 
 import ctypes
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -38,7 +43,7 @@ from jitney.execution.low_rank import AdapterSpan, Factors
 from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
 from jitney.kernels.cpu.adapter_table import PackedAdapter, pack_adapter
 from jitney.kernels.cpu.attention_records import AttentionArguments
-from jitney.kernels.cpu.column_linear import ColumnLinear
+from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns
 from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
@@ -59,7 +64,10 @@ from jitney.kernels.cpu.program_list import (
     LayerKind,
     products_of,
 )
+from jitney.kernels.cpu.step_rotation import StepRotation
+from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
+from jitney.kernels.fused.rotary import RotaryTable
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
 _LEAST_TOKENS = 64
@@ -91,6 +99,9 @@ class _Memory:
     attend_records: np.ndarray
     """The same of the kernels that attend."""
     kinds: list[LayerKind]
+    rotations: list[StepRotation]
+    kept: list[Tensor]
+    """What records point to and nothing else owns."""
     adapted: AdaptedSteps | None
 
 
@@ -107,8 +118,13 @@ class LayerProgram:
         # The most columns that the A factors of a product had in any step so far. A column is 16
         # ranks.
         self._most_rank_columns = 0
-        self._embedding = model.embed.weight.detach()
-        self._table = model.tables[0]
+        self._input_rows = model.input_rows
+        self._embedding: Tensor = model.input_rows.embed.weight.detach()
+        self._tables: Sequence[RotaryTable] = model.tables
+        self._table_of_layer: Sequence[int | None] = model.table_of_layer
+        # A whole table has no later positions.
+        lengths = [len(table.angles) for table in model.tables if table.is_whole]
+        self._most_positions = min(lengths, default=sys.maxsize)
         self._layers = model.layers
         self._last_norm: RowNorm = model.norm.kernel
         self._head = model.head
@@ -124,27 +140,22 @@ class LayerProgram:
             self._expand = Kernel(lambda address: expand_body(address))
 
     @classmethod
-    def of(
-        cls, model: FusedForward, places: Sequence[Places] | None = None
-    ) -> "LayerProgram | None":
-        """A program of ``model``; None if it has parts that a program cannot run.
+    def of(cls, model: FusedForward, places: Sequence[Places] | None = None) -> "LayerProgram":
+        """A program of ``model``. Raises Misfit if it has parts that a program cannot run.
 
         With ``places``, the linear layers that adapters may change in each layer, the program is
         one of steps with adapters.
         """
-        if not _have_whole_columns(places or ()):
-            return None
-        if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
-            return None
-        # The kernels of adapters have no other dtype.
-        if places is not None and model.embed.weight.dtype != torch.bfloat16:
-            return None
-        if not all(map(_can_run_layer, model.layers)):
-            return None
-        # All layers share one memory.
+        if not model.input_rows.is_table:
+            raise Misfit("its embedding is no plain table")
+        for layer in model.layers:
+            _check_layer(layer)
+        # All layers have the same kernels, and share one memory.
         shapes = [_shape(layer) for layer in model.layers]
         if any(shape != shapes[0] for shape in shapes):
-            return None
+            raise Misfit("its layers have different sizes or norms")
+        if places is not None:
+            _check_adapters(model, places)
         return cls(model, places)
 
     def pack(self, factors: Mapping[str, Factors]) -> PackedAdapter:
@@ -155,8 +166,7 @@ class LayerProgram:
         """Whether the program can run a step with this attention."""
         if not isinstance(paged, PagedStep):
             return False
-        # The table of angles has no later positions.
-        if paged.meta.max_context_len > self._table.shape[0]:
+        if paged.meta.max_context_len > self._most_positions:
             return False
         if self._has_caches(paged.layers):
             return True
@@ -196,8 +206,8 @@ class LayerProgram:
         assert num_asked <= tokens
         memory = self._memory_for(tokens, paged.meta.adapted)
         activations = memory.activations
-        torch.index_select(self._embedding, 0, ids, out=activations.states[:tokens])
         activations.indices[0, :tokens] = paged.meta.positions
+        self._fill_states(activations.states[:tokens], ids, paged.meta.positions)
         activations.indices[1, :num_asked] = indices
         memory.records[:, COUNTERS] = 0
         memory.records[: memory.num_layer_kernels, COUNT] = tokens
@@ -206,17 +216,29 @@ class LayerProgram:
         # Attention and adapters count items, not tokens: they set their own counts.
         if memory.adapted is not None:
             memory.adapted.fill_in(paged.meta.adapted, tokens)
+        for rotation in memory.rotations:
+            rotation.fill_in(paged.meta.positions, paged.meta.max_context_len)
         self._prepare_attention(memory, paged, tokens)
         normed = activations.normed[:num_asked]
-        if not isinstance(self._head, ColumnLinear):
+        head = _columns_of(self._head)
+        if head is None:
             self._run()
             logits: Tensor = self._head(normed)
             return logits
         # The head is the last kernel.
-        filled = torch.empty(num_asked, self._head.width, dtype=normed.dtype)
+        filled = torch.empty(num_asked, head.width, dtype=normed.dtype)
         memory.records[-1, _OUT] = filled.data_ptr()
         self._run()
-        return self._head.without_filling(filled)
+        return head.without_filling(filled)
+
+    def _fill_states(self, states: Tensor, ids: Tensor, positions: Tensor) -> None:
+        """Write what the first layer reads: see :class:`InputRows`, which computes the same."""
+        rows = self._input_rows
+        torch.index_select(self._embedding, 0, ids, out=states)
+        if rows.factor != 1.0:
+            states.mul_(rows.factor)
+        if rows.positions is not None:
+            states.add_(rows.positions.index_select(0, positions))
 
     def _run(self) -> None:
         self._call.arrived = 0
@@ -263,7 +285,7 @@ class LayerProgram:
             activations=self._activations(tokens),
             layers=self._layers,
             caches=self._caches,
-            table=self._table,
+            tables=[None if n is None else self._tables[n].angles for n in self._table_of_layer],
             norm_rotary=self._last_norm.machine_code,
             adapter_memory=adapter_memory,
             shrink=None if adapter_memory is None else self._shrink,
@@ -280,6 +302,7 @@ class LayerProgram:
         adapted = None
         if adapter_memory is not None:
             adapted = AdaptedSteps(adapter_memory, listed.adapted_products(by_layer))
+        rotate_records = by_layer[:, listed.write_in_layer - 1]
         return _Memory(
             tokens=tokens,
             activations=listed.activations,
@@ -288,8 +311,21 @@ class LayerProgram:
             write_records=by_layer[:, listed.write_in_layer],
             attend_records=by_layer[:, listed.write_in_layer + 1],
             kinds=list(listed.kinds.values()),
+            rotations=self._short_rotations(rotate_records, tokens),
+            kept=listed.kept,
             adapted=adapted,
         )
+
+    def _short_rotations(self, rotate_records: np.ndarray, tokens: int) -> list[StepRotation]:
+        """Those of the layers whose tables are not whole. ``rotate_records`` are [layers,
+        RECORD_FIELDS]."""
+        rotations = []
+        for index, table in enumerate(self._tables):
+            if table.is_whole:
+                continue
+            layers = [n for n, used in enumerate(self._table_of_layer) if used == index]
+            rotations.append(StepRotation(table, rotate_records, layers, tokens))
+        return rotations
 
     def _activations(self, tokens: int) -> Activations:
         """Memory for so many tokens."""
@@ -305,6 +341,7 @@ class LayerProgram:
             states=empty(size),
             middle=empty(size),
             normed=empty(size),
+            branch=empty(size),
             qkv=empty(attention.qkv.out_features),
             attended=empty(attention.output.in_features),
             inside=empty(first.mlp.down.in_features),
@@ -318,8 +355,9 @@ class LayerProgram:
         for layer in self._layers:
             for product in products_of(layer):
                 most = max(most, product.converted_row_bytes)
-        if isinstance(self._head, ColumnLinear):
-            most = max(most, self._head.converted_row_bytes)
+        head = _columns_of(self._head)
+        if head is not None:
+            most = max(most, head.converted_row_bytes)
         return most
 
     def _adapter_memory(self, tokens: int) -> AdapterMemory | None:
@@ -351,26 +389,37 @@ def _have_whole_columns(places: Sequence[Places]) -> bool:
     return True
 
 
-def _can_run_layer(layer: FusedDecoderLayer) -> bool:
-    """Whether a program can run all parts of the layer."""
-    norms = layer.norms
-    # One norm before each branch, and none behind.
-    if norms.attention is None or norms.mlp is None:
-        return False
-    if norms.after_attention is not None or norms.after_mlp is not None:
-        return False
+def _columns_of(head: nn.Module) -> ColumnLinear | None:
+    """The product of an output layer, if it is ours."""
+    if isinstance(head, ScaledColumns):
+        return head.linear
+    return head if isinstance(head, ColumnLinear) else None
+
+
+def _check_layer(layer: FusedDecoderLayer) -> None:
+    """Raise Misfit if a program cannot run all parts of the layer."""
     if not isinstance(layer.mlp, FusedMLP):
-        return False
-    # The arguments that the program writes down have no sinks.
-    if layer.self_attn.form.sinks is not None:
-        return False
+        raise Misfit("its MLP is of another kind")
     for product in products_of(layer):
         if not isinstance(product, ColumnLinear):
-            return False
+            raise Misfit("its products are torch's")
         # Rows that are filled up would have to be cut between two kernels.
         if product.width != product.out_features:
-            return False
-    return True
+            raise Misfit("its products have no whole pairs of columns")
+
+
+def _check_adapters(model: FusedForward, places: Sequence[Places]) -> None:
+    """Raise Misfit if a program of this model cannot have adapters."""
+    if not _have_whole_columns(places):
+        raise Misfit("adapters change layers that are no whole columns")
+    # The kernels of adapters have no other dtype.
+    if model.input_rows.embed.weight.dtype != torch.bfloat16:
+        raise Misfit("adapters are bfloat16")
+    for layer in model.layers:
+        # What these add to a product is not scaled with it, and is in the order of gate and up.
+        gated: Any = layer.mlp.gated
+        if layer.wiring.factor != 1.0 or not gated.is_gated:
+            raise Misfit("adapters change layers with a factor, or without a gate")
 
 
 class _ProductShape(NamedTuple):
@@ -382,9 +431,10 @@ class _ProductShape(NamedTuple):
     """Whether a conversion stands before it."""
 
 
-def _shape(layer: FusedDecoderLayer) -> list[_ProductShape]:
+def _shape(layer: FusedDecoderLayer) -> list[object]:
     """What must be the same in all layers."""
-    shapes = []
+    shapes: list[object] = [layer.wiring.parallel]
+    shapes += [norm is not None for norm in layer.norms]
     for product in products_of(layer):
         has_conversion = product.converted_row_bytes > 0
         shapes.append(_ProductShape(product.in_features, product.width, has_conversion))

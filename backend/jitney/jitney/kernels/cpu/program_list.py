@@ -16,14 +16,16 @@ from jitney.execution.low_rank import AdapterSpan
 from jitney.kernels.cpu.adapter_kernel import EXPAND_ITEMS, LowRankCall
 from jitney.kernels.cpu.adapter_table import ENTRY_FIELDS, GATED, PRODUCTS, list_tokens
 from jitney.kernels.cpu.attention_records import AttentionArguments
-from jitney.kernels.cpu.column_linear import ColumnLinear
+from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention, kind_of, set_layer
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import BODY, COUNT, RECORD_FIELDS
-from jitney.kernels.fused.layers import FusedDecoderLayer
+from jitney.kernels.fused.forms import FusedNorm, Norm, Scaling
+from jitney.kernels.fused.layers import FusedDecoderLayer, LayerNorms
+from jitney.kernels.fused.rotary import NO_ANGLES
 from jitney.kernels.fused.whole_model import Places
 
 _BF16_BYTES = 2
@@ -54,11 +56,13 @@ class Activations:
     normed: Tensor
     """The result of a norm. That of the norm behind all layers has only the tokens whose logits are
     asked for."""
+    branch: Tensor
+    """What a branch gives, where a norm follows before it is added to the residual."""
     qkv: Tensor
     attended: Tensor
     """The result of attention, of all heads."""
     inside: Tensor
-    """activation(gate) * up, inside the MLP."""
+    """activation(gate) * up, inside the MLP; without a gate, activation(up)."""
     indices: Tensor
     """int64 [2, tokens]: the position of each token; and the indices of the tokens whose logits are
     asked for."""
@@ -153,8 +157,9 @@ class KernelList:
     activations: Activations
     layers: Sequence[Any]
     caches: Sequence[LayerCache]
-    table: Tensor
-    """cos and sin of all positions."""
+    tables: Sequence[Tensor | None]
+    """By layer: cos and sin of each position, [positions, 2, R]. None: the layer has no rotary
+    embedding."""
     norm_rotary: Kernel
     """The kernel of ``norm_rotary_kernel``."""
     adapter_memory: AdapterMemory | None
@@ -167,32 +172,40 @@ class KernelList:
     kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
     write_in_layer: int = 0
-    """Which of a layer's kernels, from 0 on, writes K and V. The next one attends."""
+    """Which of a layer's kernels, from 0 on, writes K and V. The one before it rotates, the next
+    one attends."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Memory that arguments point to and that nothing else owns."""
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
     def add_layer(self, number: int) -> None:
         """All kernels of a decoder layer."""
         layer = self.layers[number]
+        norms: LayerNorms = layer.norms
         states = self.activations.states.data_ptr()
         middle = self.activations.middle.data_ptr()
-        normed = self.activations.normed.data_ptr()
         qkv = self.activations.qkv.data_ptr()
         attended = self.activations.attended.data_ptr()
         inside = self.activations.inside.data_ptr()
         # states -> normed -> qkv
-        self._add_norm(layer.norms.attention.kernel, x=states, out=normed)
-        self._add_product(number, "qkv", x=normed, out=qkv)
-        self._add_rotation(layer)
+        x = self._add_norm_if_any(norms.attention, x=states)
+        self._add_product(number, "qkv", x=x, out=qkv)
+        self._add_rotation(number, layer)
         # qkv -> attended
         self._add_attention(number, layer)
         # attended + states -> middle
-        self._add_product(number, "output", x=attended, out=middle, other=states)
+        self._add_end(
+            number, "output", norms.after_attention, x=attended, residual=states, out=middle
+        )
         # middle -> normed -> inside
-        self._add_norm(layer.norms.mlp.kernel, x=middle, out=normed)
-        self._add_product(number, "gated", x=normed, out=inside)
+        if not layer.wiring.parallel:
+            x = self._add_norm_if_any(norms.mlp, x=middle)
+        elif norms.mlp is not None:
+            x = self._add_norm_if_any(norms.mlp, x=states)
+        self._add_product(number, "gated", x=x, out=inside)
         # inside + middle -> states, the input of the next layer
-        self._add_product(number, "down", x=inside, out=states, other=middle)
+        self._add_end(number, "down", norms.after_mlp, x=inside, residual=middle, out=states)
 
     def add_end(self, last_norm: RowNorm, head: Any) -> None:
         """The last norm, of the tokens whose logits are asked for, and the head if it is ours."""
@@ -200,9 +213,11 @@ class KernelList:
         normed = self.activations.normed.data_ptr()
         asked = self.activations.indices[1].data_ptr()
         self._add_norm(last_norm, x=states, out=normed, index=asked)
+        # Where the head's result goes is said in each step.
         if isinstance(head, ColumnLinear):
-            # Where its result goes is said in each step.
             self._add_linear(head, x=normed, out=0, other=0)
+        elif isinstance(head, ScaledColumns):
+            self._add_linear(head.linear, x=normed, out=0, other=0, scaling=head.scaling)
 
     def records(self) -> np.ndarray:
         """int64 [kernels, RECORD_FIELDS]: see ``program_kernel``."""
@@ -232,21 +247,50 @@ class KernelList:
     def _add(self, kernel: Kernel, arguments: ctypes.Structure) -> None:
         self.kernels.append(ListedKernel(kernel, arguments))
 
-    def _add_norm(self, norm: RowNorm, *, x: int, out: int, index: int = 0) -> None:
-        """The norm of whole rows."""
-        self._add(self.norm_rotary, norm.call_for(x, out, index))
+    def _add_norm(self, norm: RowNorm, *, x: int, out: int, index: int = 0, other: int = 0) -> None:
+        """The norm of whole rows, plus ``other``."""
+        self._add(self.norm_rotary, norm.call_for(x, out, index=index, other=other))
 
-    def _add_linear(self, linear: ColumnLinear, *, x: int, out: int, other: int) -> None:
+    def _add_norm_if_any(self, norm: Norm, *, x: int) -> int:
+        """The norm before a branch. Returns the address of what the branch reads."""
+        if norm is None:
+            return x
+        normed = self.activations.normed.data_ptr()
+        self._add_norm(_row_norm(norm), x=x, out=normed)
+        return normed
+
+    def _add_end(
+        self, number: int, name: str, norm: Norm, *, x: int, residual: int, out: int
+    ) -> None:
+        """The end of a branch: its last product, its norm if it has one, and the sum."""
+        if norm is None:
+            self._add_product(number, name, x=x, out=out, other=residual)
+            return
+        branch = self.activations.branch.data_ptr()
+        self._add_product(number, name, x=x, out=branch)
+        self._add_norm(_row_norm(norm), x=branch, out=out, other=residual)
+
+    def _add_linear(
+        self,
+        linear: ColumnLinear,
+        *,
+        x: int,
+        out: int,
+        other: int,
+        scaling: Scaling = Scaling(),  # noqa: B008  (it cannot be changed)
+    ) -> None:
         """The kernels of a linear layer: its product, and before it, if the product needs one, the
         kernel that brings x into another form."""
         spare = self.activations.converted.data_ptr()
-        for kernel, arguments in linear.calls(x, out=out, other=other, spare=spare):
+        calls = linear.calls(x, out=out, other=other, spare=spare, scaling=scaling)
+        for kernel, arguments in calls:
             self._add(kernel, arguments)
 
-    def _add_rotation(self, layer: Any) -> None:
+    def _add_rotation(self, number: int, layer: Any) -> None:
         """The norms and the rotary embedding of a layer's heads."""
         attention: CpuAttentionLayer = layer.self_attn.kernel
-        cos, sin = self.table.unbind(1)
+        table = self.tables[number]
+        cos, sin = NO_ANGLES if table is None else table.unbind(1)
         positions = self.activations.indices[0].data_ptr()
         arguments = attention.call_for(self.activations.qkv, cos, sin, positions)
         self._add(self.norm_rotary, arguments)
@@ -258,6 +302,10 @@ class KernelList:
         assert isinstance(cache.attend, CpuAttention)
         attention_call = form.call(*form.split(self.activations.qkv))
         arguments = AttentionArguments()
+        if form.sinks is not None:
+            sinks = form.sinks.detach().float().contiguous()
+            self.kept.append(sinks)
+            arguments.sinks = sinks.data_ptr()
         set_layer(
             arguments,
             attention_call.query,
@@ -279,7 +327,8 @@ class KernelList:
 
     def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
         """The product of layer ``number`` that has this ``name`` in ``Places``. Its result is
-        ``x`` times the weight, plus ``other``.
+        ``x`` times the weight, plus ``other``. Before it is added to that, the last product of a
+        branch is multiplied by the layer's factor.
 
         If there are adapters, two kernels come before it. They write the sum of ``other`` and of
         the adapters' products to ``AdapterMemory.added``. The product then adds that instead."""
@@ -287,7 +336,9 @@ class KernelList:
         linear = products_of(self.layers[number])[product_index]
         memory = self.adapter_memory
         if memory is None:
-            self._add_linear(linear, x=x, out=out, other=other)
+            ends_branch = name in ("output", "down")
+            factor = self.layers[number].wiring.factor if ends_branch else 1.0
+            self._add_linear(linear, x=x, out=out, other=other, scaling=Scaling(factor))
             return
         shrink = len(self.kernels)
         self._add_low_rank(number, product_index, linear, memory, x=x, other=other)
@@ -341,6 +392,12 @@ class KernelList:
         )
         self._add(self.shrink, shrink)
         self._add(self.expand, expand)
+
+
+def _row_norm(norm: FusedNorm) -> RowNorm:
+    kernel = norm.kernel
+    assert isinstance(kernel, RowNorm)
+    return kernel
 
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:

@@ -313,6 +313,26 @@ def keep_between(builder, value, first, end, other):
     return builder.select(inside, value, broadcast(builder, other))
 
 
+@emitted(vector, vector, vector)
+def with_sign_of(builder, value, sign):
+    """The lanes of ``value`` with the signs of those of ``sign``."""
+    return call_llvm(builder, "llvm.copysign.v16f32", f32x, [value, sign])
+
+
+@emitted(vector, vector)
+def swap_neighbours(builder, value):
+    """Lanes 1, 0, 3, 2, ... of ``value``."""
+    lanes = [lane ^ 1 for lane in range(LANES)]
+    return builder.shuffle_vector(value, value, ir.Constant(i32x, lanes))
+
+
+@emitted(vector, vector)
+def negate_even_lanes(builder, value):
+    """Lanes 0, 2, 4, ... of ``value`` with the other sign."""
+    signs = ir.Constant(f32x, [1.0 if lane % 2 else -1.0 for lane in range(LANES)])
+    return builder.fmul(value, signs)
+
+
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""

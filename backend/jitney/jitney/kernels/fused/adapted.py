@@ -6,7 +6,7 @@ these together with the linear layer. So a step with adapters calls the parts of
 by one. Steps without adapters go the model's usual way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,31 +25,21 @@ def find_places(model: FusedForward, sites: Mapping[str, Site]) -> list[Places]:
     four products."""
     places = []
     for number, layer in enumerate(model.layers):
-        attention = f"model.layers.{number}.self_attn."
-        mlp = f"model.layers.{number}.mlp."
-        gated: list[Part] = []
-        down: list[Part] = []
-        # An MLP that is not fused is called as it is: adapters cannot change it.
-        if isinstance(layer.mlp, FusedMLP):
-            gated = _parts(sites, mlp, "gate_proj", "up_proj", "gate_up_proj")
-            down = _parts(sites, mlp, "down_proj")
+        prefix = f"{model.layers_path}.{number}."
+        paths = layer.linear_paths
         found = Places(
-            qkv=_parts(sites, attention, "q_proj", "k_proj", "v_proj", "qkv_proj"),
-            output=_parts(sites, attention, "o_proj"),
-            gated=gated,
-            down=down,
+            qkv=_parts(sites, prefix, paths.qkv),
+            output=_parts(sites, prefix, paths.output),
+            gated=_parts(sites, prefix, paths.gated),
+            down=_parts(sites, prefix, paths.down),
         )
         places.append(found)
     return places
 
 
-def _parts(sites: Mapping[str, Site], prefix: str, *names: str) -> list[Part]:
-    """The sites among ``names`` as parts of one product. Their results stand side by side in its
-    result, in the order of ``names``.
-
-    ``names`` has those of separate linear layers and that of a merged one. ``sites`` has all linear
-    layers of the decoder layer, which are either the separate ones or the merged one. So there is
-    no gap between the parts."""
+def _parts(sites: Mapping[str, Site], prefix: str, names: Sequence[str]) -> list[Part]:
+    """The linear layers ``names`` as parts of one product. Their results stand side by side in its
+    result. All of them are among ``sites``, so there is no gap between the parts."""
     found: list[Part] = []
     first = 0
     for name in names:
@@ -90,11 +80,11 @@ class AdaptedForward:
         if self.program is not None:
             logits = self.program(ids, rows, paged)
             if logits is not None:
-                return model.cap(logits)
+                return logits
 
         cos_sin = model.cos_sin(positions)
         add = self._begin_products(paged.meta.adapted)
-        residual: Tensor = model.embed(ids)
+        residual = model.input_rows(ids, positions)
         layers = zip(model.layers, model.table_of_layer, self._places, strict=True)
         for layer, table, places in layers:
             residual = _run_layer(
@@ -105,7 +95,8 @@ class AdaptedForward:
                 places=places,
                 add=add,
             )
-        return model.cap(model.head(model.norm(residual[rows])))
+        found: Tensor = model.head(model.norm(residual[rows]))
+        return found
 
 
 def _run_layer(
@@ -118,16 +109,24 @@ def _run_layer(
 ) -> Tensor:
     """The residual [T, hidden size] after a layer. ``add`` adds what the step's adapters give."""
     norms = layer.norms
+    wiring = layer.wiring
     x = _normed(norms.attention, residual)
     attended = _attend(layer.self_attn, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
-    residual = residual + _normed(norms.after_attention, attended)
+    middle = residual + _scaled(_normed(norms.after_attention, attended), wiring.factor)
 
-    x = _normed(norms.mlp, residual)
+    if not wiring.parallel:
+        x = _normed(norms.mlp, middle)
+    elif norms.mlp is not None:
+        x = norms.mlp(residual)
     if isinstance(layer.mlp, FusedMLP):
         out = _run_mlp(layer.mlp, x=x, places=places, add=add)
     else:
         out = call_mlp(layer.mlp, x)
-    return residual + _normed(norms.after_mlp, out)
+    return middle + _scaled(_normed(norms.after_mlp, out), wiring.factor)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

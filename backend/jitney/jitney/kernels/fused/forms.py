@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.interface import AttentionCall, PagedFunction
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Rotation = Literal["halves", "neighbours", "none"]
+"""Which of a head's first R values the rotary embedding turns together: values i and i + R / 2,
+as in Llama; values 2 i and 2 i + 1, as in GLM; or no rotary embedding."""
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -34,11 +38,15 @@ class Misfit(Exception):
 @dataclass(frozen=True)
 class NormForm:
     """An RMS norm (Zhang and Sennrich 2019), over the last dimension:
-    ``x / sqrt(mean(x²) + epsilon) * scale``."""
+    ``x / sqrt(mean(x²) + epsilon) * scale``. If it is ``centred``, the layer norm (Ba et al. 2016):
+    the same of x - mean(x), plus ``bias``."""
 
     scale: Tensor
     """float32, contiguous. It is the module's weight, or 1 + the weight."""
     epsilon: float
+    centred: bool = False
+    bias: Tensor | None = None
+    """As ``scale``. Only a centred norm has one."""
 
 
 class HeadNorms(NamedTuple):
@@ -66,6 +74,7 @@ class AttentionForm:
     softcap: float | None
     sinks: Tensor | None
     norms: HeadNorms | None = None
+    rotation: Rotation = "halves"
 
     @classmethod
     def of(cls, call: AttentionCall) -> "AttentionForm":
@@ -113,6 +122,21 @@ class AttentionForm:
         )
 
 
+class Scaling(NamedTuple):
+    """What may be done to a product: times ``factor``, and with a ``softcap``
+    ``softcap * tanh(that / softcap)``."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.factor != 1.0:
+            x = x * self.factor
+        if self.softcap is not None:
+            x = torch.tanh(x / self.softcap) * self.softcap
+        return x
+
+
 # ------------------------------------------------------------------ functions of a device
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -120,7 +144,8 @@ RowFunction = Callable[[Tensor], Tensor]
 the result]."""
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, cos, sin, attention) -> [T, query heads, head size]. qkv is that of
-:meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R]."""
+:meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R], in any float type; they
+are not read if there is no rotary embedding."""
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """The end of a residual branch, attention or MLP: (x, residual, rows) -> (normed sum, sum), as
 :meth:`LayerKernels.end_branch` defines them. x is the input of the branch's last product. ``rows``
@@ -128,7 +153,7 @@ are the indices of the tokens whose results are asked for; None: all."""
 
 
 class FusedNorm(nn.Module):
-    """An RMS norm of x [..., width]."""
+    """A norm of x [..., width]."""
 
     weight: Tensor | None = None
     """That of the norm which this one replaced. Some models ask for its dtype."""
@@ -156,22 +181,29 @@ class LayerKernels(Protocol):
     def norm(self, form: NormForm) -> RowFunction:
         """The norm of x [..., width]."""
 
-    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+    def linear(
+        self, products: Sequence[Any], activation: Activation | None = None, *, gated: bool = True
+    ) -> nn.Module:
         """One layer for several linear layers of the same input. It gives their results side by
         side.
 
         With an activation, ``products`` are gate and up, merged or not. The layer then gives
-        ``activation(gate(x)) * up(x)``, and has a method ``plus(x, other)``, which adds ``other``
-        to the results of gate and up, side by side, before the activation.
+        ``activation(gate(x)) * up(x)``. If it is not ``gated``, it gives the activation of the
+        results.
+
+        A layer with an activation has a method ``plus(x, other)``, which adds ``other`` to the
+        results of the products, side by side, before the activation.
         """
 
     def attention(self, form: AttentionForm) -> AttentionKernel:
         """The norms of the heads, the rotary embedding, and attention."""
 
-    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
+    def end_branch(
+        self, product: RowFunction, branch_norm: Norm, norm: Norm, factor: float = 1.0
+    ) -> EndBranch:
         """The end of a residual branch: all that follows the input of its last product::
 
-            sum = residual + branch_norm(product(x))
+            sum = residual + branch_norm(product(x)) * factor
             normed = norm(sum)
 
         ``norm`` is the norm with which the next branch begins. Either norm may be None, and is then

@@ -6,31 +6,58 @@ Called by a device's accelerator, which gives the kernels.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
-from jitney.execution.quantized import find_children, layers_that_round_inputs
+from jitney.execution.quantized import (
+    find_children,
+    is_linear,
+    layers_that_round_inputs,
+    weight_of,
+)
 from jitney.execution.support import named_lengths
 from jitney.kernels.fused.adapted import AdaptedForward
-from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
-from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
+from jitney.kernels.fused.forms import (
+    AttentionForm,
+    FusedNorm,
+    HeadNorms,
+    Misfit,
+    Norm,
+    NormForm,
+    Rotation,
+)
+from jitney.kernels.fused.layers import (
+    FusedAttention,
+    FusedDecoderLayer,
+    FusedMLP,
+    LayerNorms,
+    LinearPaths,
+    Wiring,
+)
 from jitney.kernels.fused.likeness import Likeness, likeness
+from jitney.kernels.fused.model_parts import find_input_rows, find_logit_scaling, model_parts
 from jitney.kernels.fused.recognise import (
     AttentionChildren,
+    LayerChildren,
     attention_children,
     is_norm,
     known_activation,
     layer_children,
     mlp_children,
 )
-from jitney.kernels.fused.rotary import Rotary, rotary_table
+from jitney.kernels.fused.rotary import (
+    Columns,
+    Rotary,
+    columns_of,
+    rotary_table,
+)
 from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
@@ -40,6 +67,7 @@ from jitney.kernels.fused.trial import (
     ModuleArguments,
     first_positions,
     record_arguments,
+    record_first_input,
     run_model,
     run_module,
     spread_positions,
@@ -48,7 +76,11 @@ from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
 
 _log = logging.getLogger(__name__)
 
-_SURPLUS = 64
+_ROTATIONS: tuple[Rotation, ...] = ("halves", "neighbours", "none")
+"""In the order in which they are tried."""
+_WITHOUT_NATIVE_CALL = "0.2 to 0.7"
+"""Measured with benchmarks.architectures.speed: one sequence, and 16."""
+SURPLUS = 64
 """Positions of a rotary table beyond the longest sequence. No token should be planned there; if one
 is, it still finds a row of the table."""
 
@@ -85,10 +117,22 @@ class FuseReport:
     def _log(self) -> None:
         counts = ", ".join(f"{count} x {what}" for what, count in self.swapped.items())
         _log.info("replaced: %s", counts or "nothing")
-        if self.forward is not None and self.forward.program is not None:
-            _log.info("a step's layers are one native call")
+        self._log_native_call()
         for why, count in self.reasons.items():
             _log.info("not replaced (%d): %s", count, why)
+
+    def _log_native_call(self) -> None:
+        if self.forward is None:
+            return
+        if self.forward.program is not None:
+            _log.info("a step's layers are one native call")
+        elif self.forward.why_no_program is not None:
+            _log.warning(
+                "a step is not one native call: small models make %s of the tokens per CPU second "
+                "that they would make else: %s",
+                _WITHOUT_NATIVE_CALL,
+                self.forward.why_no_program,
+            )
 
 
 def fuse(
@@ -150,6 +194,13 @@ def swap_children(
             setattr(parent, name, fused)
 
 
+class _Choices(NamedTuple):
+    """What trials of a decoder layer found out of it."""
+
+    rotation: Rotation
+    wiring: Wiring
+
+
 class _LayerRotary(NamedTuple):
     """Where a layer's cos and sin come from. Layers for which these are equal share a table."""
 
@@ -157,16 +208,8 @@ class _LayerRotary(NamedTuple):
     """Calls the model's rotary module for any positions: see ``trial.MarkedCosSin``. One such
     function is made at each call of the module in the trial. So two layers have equal ones if their
     cos and sin came from the same call."""
-    half: bool
-    """Whether it gives half of cos and sin: see ``rotary``."""
-
-
-class _ModelParts(NamedTuple):
-    """What the forward pass of a model calls before its head."""
-
-    embed: nn.Module
-    layers: list[FusedDecoderLayer]
-    norm: FusedNorm
+    columns: Columns
+    rotation: Rotation
 
 
 class _Fuser:
@@ -189,35 +232,33 @@ class _Fuser:
             tokens=len(self._spread_positions),
         )
         self._arguments = record_arguments(module, self._spread_positions, _takes_cos_and_sin)
-        # Of the fused layers whose cos and sin a table can give.
-        self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}
+        # Of the fused layers whose cos and sin a table can give. None: they need none.
+        self._rotary_of: dict[FusedDecoderLayer, _LayerRotary | None] = {}
         # Gated MLPs that did not fit when their decoder layers were built. The report counts them.
         self._kept_mlps: set[nn.Module] = set()
         # What is known of the decoder layers whose fused forms were proved: see `likeness`.
-        self._proved: set[Likeness] = set()
-        self._skips_trials = False
+        self._proved: dict[Likeness, _Choices] = {}
+        # Of a layer like the one that is built now; None: there was none.
+        self._known: _Choices | None = None
 
     # ------------------------------------------------------------------ norms and MLPs
 
     def build_norm(self, norm: Any) -> FusedNorm:
-        """For an RMS norm."""
-        # Architectures have one of two names for it.
-        epsilon = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
-        if not isinstance(epsilon, float):
-            raise Misfit("it has no epsilon")
-        weight = norm.weight.detach().float()
-        # Some norms multiply by their weight, others by 1 + weight. The proof tells which it is.
-        try:
-            return self._norm_with_scale(norm, weight, epsilon)
-        except Misfit:
-            return self._norm_with_scale(norm, 1.0 + weight, epsilon)
+        """For an RMS norm or a layer norm."""
+        misfit = Misfit("it has no epsilon")
+        # Never left out: the trial tells which form is right.
+        for form in _norm_forms(norm):
+            try:
+                return self._norm_of_form(norm, form)
+            except Misfit as found:
+                misfit = found
+        raise misfit
 
-    def _norm_with_scale(self, norm: Any, scale: Tensor, epsilon: float) -> FusedNorm:
-        form = NormForm(scale.contiguous(), epsilon)
+    def _norm_of_form(self, norm: Any, form: NormForm) -> FusedNorm:
         fused = FusedNorm(form, self._kernels.norm(form))
         fused.weight = norm.weight.detach()
-        # Never left out: the trial tells which scale is right.
-        self._checker.check(norm, fused, width=scale.numel(), scales=NORM_SCALES, arguments={})
+        width = form.scale.numel()
+        self._checker.check(norm, fused, width=width, scales=NORM_SCALES, arguments={})
         return fused
 
     def _check(
@@ -229,7 +270,7 @@ class _Fuser:
         arguments: ModuleArguments,
     ) -> None:
         """:meth:`Checker.check`, unless a decoder layer like this one has been proved."""
-        if not self._skips_trials:
+        if self._known is None:
             self._checker.check(module, fused, width, scales, arguments)
 
     def _build_norm_if_any(self, norm: nn.Module | None) -> Norm:
@@ -237,18 +278,20 @@ class _Fuser:
 
     def is_untried_mlp(self, module: nn.Module) -> bool:
         """Whether it is a gated MLP that has not been found unfit with its decoder layer."""
-        return mlp_children(module) is not None and module not in self._kept_mlps
+        children = mlp_children(module)
+        return children is not None and children.gated and module not in self._kept_mlps
 
     def build_mlp(self, mlp: nn.Module) -> FusedMLP:
-        """For a gated MLP."""
+        """For an MLP, gated or not."""
         children = mlp_children(mlp)
         assert children is not None
         activation = known_activation(children.activation)
         if activation is None:
             raise Misfit("its activation is unknown")
-        gated = self._kernels.linear(children.gate_up, activation)
-        fused = FusedMLP(gated, self._kernels.linear([children.down])).eval()
-        width = children.gate_up[0].in_features
+        first = list(children.first.values())
+        inner = self._kernels.linear(first, activation, gated=children.gated)
+        fused = FusedMLP(inner, self._kernels.linear([children.down])).eval()
+        width, _ = _sizes(first[0])
         self._check(mlp, fused, width=width, scales=MODULE_SCALES, arguments={})
         return fused
 
@@ -258,22 +301,18 @@ class _Fuser:
         """For a decoder layer. Of layers that are alike, the first alone is tried: what is wrong
         with the others would show in the logits of the whole model (``probe.check_same``)."""
         alike = likeness(layer, self._arguments.get(layer, {}))
-        self._skips_trials = alike in self._proved
+        self._known = self._proved.get(alike)
         try:
             fused = self._build_layer(layer)
         finally:
-            self._skips_trials = False
-        self._proved.add(alike)
+            self._known = None
+        self._proved[alike] = _Choices(fused.self_attn.form.rotation, fused.wiring)
         return fused
 
     def _build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
         children = layer_children(layer)
         assert children is not None
         arguments = self._arguments.get(layer, {})
-        cos_sin = arguments.get("position_embeddings")
-        if not isinstance(cos_sin, tuple):
-            raise Misfit("it takes no rotary embedding")
-
         attention = self._build_attention(children.attention)
         mlp = self._build_mlp_if_possible(children.mlp)
         norms = LayerNorms(
@@ -282,21 +321,46 @@ class _Fuser:
             mlp=self._build_norm_if_any(children.mlp_norm),
             after_mlp=self._build_norm_if_any(children.after_mlp_norm),
         )
-        fused = FusedDecoderLayer(attention, mlp, norms, self._kernels).eval()
-        self._check(
-            layer,
-            fused,
-            width=self._config.hidden_size,
-            scales=LAYER_SCALES,
-            arguments=arguments,
-        )
-
+        fused = self._wire(layer, children, attention, mlp, norms)
         _copy_plain_values(layer, fused)
+        rotation = attention.form.rotation
+        cos_sin = arguments.get("position_embeddings")
+        if rotation == "none":
+            self._rotary_of[fused] = None
         # A model with its rotary module in an unusual place gives a tuple without the mark. Its
         # layers can be fused, but it gets no table.
-        if isinstance(cos_sin, MarkedCosSin):
-            self._rotary_of[fused] = _LayerRotary(cos_sin.rotary, attention.half_rotary)
+        elif isinstance(cos_sin, MarkedCosSin):
+            self._rotary_of[fused] = _LayerRotary(cos_sin.rotary, attention.columns, rotation)
         return fused
+
+    def _wire(
+        self,
+        layer: nn.Module,
+        children: LayerChildren,
+        attention: FusedAttention,
+        mlp: nn.Module,
+        norms: LayerNorms,
+    ) -> FusedDecoderLayer:
+        """The layer of these parts, wired as a trial finds it."""
+        paths = _linear_paths(children, fused_mlp=isinstance(mlp, FusedMLP))
+        wirings = list(_wirings(layer, norms)) if self._known is None else [self._known.wiring]
+        first_misfit = None
+        for wiring in wirings:
+            try:
+                fused = FusedDecoderLayer(attention, mlp, norms, wiring, paths, self._kernels)
+                fused.eval()
+                self._check(
+                    layer,
+                    fused,
+                    width=self._config.hidden_size,
+                    scales=LAYER_SCALES,
+                    arguments=self._arguments.get(layer, {}),
+                )
+                return fused
+            except Misfit as misfit:
+                first_misfit = first_misfit or misfit
+        assert first_misfit is not None
+        raise first_misfit
 
     def _build_mlp_if_possible(self, mlp: nn.Module) -> nn.Module:
         """A fused MLP. If that is not possible, the same MLP: a fused layer calls it as it is."""
@@ -305,7 +369,7 @@ class _Fuser:
         try:
             return self.build_mlp(mlp)
         except Misfit as misfit:
-            self.report.kept("gated MLP", str(misfit))
+            self.report.kept(_kind_of_mlp(mlp), str(misfit))
             self._kept_mlps.add(mlp)
             return mlp
 
@@ -315,22 +379,33 @@ class _Fuser:
         assert children is not None
         arguments = self._arguments.get(attention, {})
         form = self._attention_form(attention, children, arguments)
-        cos, _ = arguments["position_embeddings"]
-        fused = FusedAttention(
-            form=form,
-            qkv=self._kernels.linear(children.qkv),
-            output=self._kernels.linear([children.output]),
-            half_rotary=_is_half(cos, form.head_size),
-            kernels=self._kernels,
-        ).eval()
-        self._check(
-            attention,
-            fused,
-            width=self._config.hidden_size,
-            scales=MODULE_SCALES,
-            arguments=arguments,
-        )
-        return fused
+        qkv = self._kernels.linear(list(children.qkv.values()))
+        output = self._kernels.linear([children.output])
+        columns: Columns = "halves"
+        rotations: Sequence[Rotation] = ("none",)
+        cos_sin = arguments.get("position_embeddings")
+        if isinstance(cos_sin, tuple):
+            columns = columns_of(cos_sin[0], form.head_size)
+            rotations = _ROTATIONS
+        if self._known is not None:
+            rotations = (self._known.rotation,)
+        first_misfit = None
+        for rotation in rotations:
+            try:
+                rotated = replace(form, rotation=rotation)
+                fused = FusedAttention(rotated, qkv, output, columns, self._kernels).eval()
+                self._check(
+                    attention,
+                    fused,
+                    width=self._config.hidden_size,
+                    scales=MODULE_SCALES,
+                    arguments=arguments,
+                )
+                return fused
+            except Misfit as misfit:
+                first_misfit = first_misfit or misfit
+        assert first_misfit is not None
+        raise first_misfit
 
     def _attention_form(
         self, attention: nn.Module, children: AttentionChildren, arguments: ModuleArguments
@@ -344,7 +419,7 @@ class _Fuser:
         form = AttentionForm.of(call)
 
         # Products may give more than heads: a gate on the queries, say.
-        outputs = sum(each.out_features for each in children.qkv)
+        outputs = sum(_sizes(each)[1] for each in children.qkv.values())
         heads_alone = outputs == sum(form.qkv_heads) * form.head_size
         if call.value.shape != call.key.shape or not heads_alone:
             raise Misfit("its projections do not give the heads alone")
@@ -363,58 +438,50 @@ class _Fuser:
     def fuse_model(self) -> FusedForward:
         """The whole model. Replaces its head by a fused one."""
         module = self._module
-        embed, layers, norm = self._parts_of_model()
+        parts = model_parts(module)
+        have_tables = all(layer in self._rotary_of for layer in parts.layers)
+        if not isinstance(parts.norm, FusedNorm) or not have_tables:
+            raise Misfit("not all of its parts are fused")
         old_head = module.lm_head
         # The first positions are a trial of their own: a rotary module may give these other angles
         # in a step that has long positions too, which a table cannot do.
         trials = [first_positions(module), self._spread_positions]
         expected = [run_model(module, positions) for positions in trials]
+        first_input = record_first_input(module, parts.layers[0], trials[0])
+        scaling = find_logit_scaling(module, trials[0])
+        new_head = self._kernels.linear([old_head])
 
         # Each kind of rotary embedding has one table, which all layers of that kind share.
-        index_of_table: dict[_LayerRotary, int] = {}
-        for layer in layers:
-            index_of_table.setdefault(self._rotary_of[layer], len(index_of_table))
-        length = self._length + _SURPLUS
+        index_of_table: dict[_LayerRotary | None, int | None] = {None: None}
+        kinds: list[_LayerRotary] = []
+        for layer in parts.layers:
+            kind = self._rotary_of[layer]
+            if kind is not None and kind not in index_of_table:
+                index_of_table[kind] = len(kinds)
+                kinds.append(kind)
+        length = self._length + SURPLUS
         fused = FusedForward(
-            embed=embed,
-            layers=layers,
-            tables=[
-                rotary_table(rotary, half, length, like=self._like)
-                for rotary, half in index_of_table
-            ],
-            table_of_layer=[index_of_table[self._rotary_of[layer]] for layer in layers],
-            norm=norm,
-            head=self._kernels.linear([old_head]),
-            softcap=vars(self._config).get("final_logit_softcapping"),
+            input_rows=find_input_rows(parts, first_input),
+            layers=parts.layers,
+            layers_path=parts.layers_path,
+            tables=[rotary_table(*kind, length=length, like=self._like) for kind in kinds],
+            table_of_layer=[index_of_table[self._rotary_of[layer]] for layer in parts.layers],
+            norm=parts.norm,
+            head=self._kernels.head(new_head, scaling),
             kernels=self._kernels,
         )
         for positions, right in zip(trials, expected, strict=True):
             got = run_model(module, positions, fused)
             self._checker.check_same("its result without transformers' forward", got, right)
 
-        module.lm_head = fused.head
+        module.lm_head = new_head
         # A packed layer has no parameters: it holds a copy of the weight in another layout. If the
         # embedding shares the weight, that stays in memory as well.
-        is_packed = not list(fused.head.parameters())
-        is_tied = old_head.weight is embed.weight
+        is_packed = not list(new_head.parameters())
+        is_tied = old_head.weight is parts.embed.weight
         if is_packed and is_tied:
             self.report.added_bytes += old_head.weight.nbytes
         return fused
-
-    def _parts_of_model(self) -> _ModelParts:
-        """The parts of the model that :class:`FusedForward` calls. Raises Misfit if the model has
-        others as well, or if they are not all fused."""
-        children = dict(self._module.named_children())
-        if set(children) != {"model", "lm_head"}:
-            raise Misfit("it is more than an inner model and a head")
-        inner: dict[str, Any] = dict(children["model"].named_children())
-        if set(inner) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-            raise Misfit("its inner model has other parts")
-        parts = _ModelParts(inner["embed_tokens"], list(inner["layers"]), inner["norm"])
-        have_tables = all(layer in self._rotary_of for layer in parts.layers)
-        if not isinstance(parts.norm, FusedNorm) or not have_tables:
-            raise Misfit("not all of its parts are fused")
-        return parts
 
 
 # ------------------------------------------------------------------ what a module computes
@@ -433,19 +500,71 @@ def _check_head_norms(norms: HeadNorms, form: AttentionForm) -> None:
     heads_in_key_norm = key.scale.numel() // form.head_size
     of_each_head = heads_in_query_norm == 1 and heads_in_key_norm == 1
     of_all_heads = heads_in_query_norm == form.query_heads and heads_in_key_norm == form.key_heads
-    if not (of_each_head or of_all_heads) or query.epsilon != key.epsilon:
+    of_one_kind = query.epsilon == key.epsilon and query.centred == key.centred
+    if not (of_each_head or of_all_heads) or not of_one_kind:
         raise Misfit("its query and key norms differ")
 
 
-def _is_half(cos: Tensor, head_size: int) -> bool:
-    """Whether cos [1, T, columns] is half of what fused layers take: see ``rotary``. A whole one
-    has two equal halves. Raises Misfit if it is wider than a head."""
-    first, second = cos.tensor_split(2, -1)
-    half = not torch.equal(first, second)
-    rotated = cos.shape[-1] * 2 if half else cos.shape[-1]
-    if rotated > head_size:
-        raise Misfit("its rotary embedding is wider than a head")
-    return half
+def _norm_forms(norm: Any) -> Iterator[NormForm]:
+    """What a norm may compute, the usual first: some multiply by their weight, others by 1 +
+    weight; some subtract the mean, others do not."""
+    # Architectures have one of two names for it.
+    epsilon = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
+    if not isinstance(epsilon, float):
+        return
+    weight = norm.weight.detach().float().contiguous()
+    parameters = dict(norm.named_parameters())
+    bias = None
+    if "bias" in parameters:
+        bias = parameters["bias"].detach().float().contiguous()
+    else:
+        for scale in (weight, 1.0 + weight):
+            yield NormForm(scale, epsilon)
+    for scale in (weight, 1.0 + weight):
+        yield NormForm(scale, epsilon, centred=True, bias=bias)
+
+
+def _wirings(layer: nn.Module, norms: LayerNorms) -> Iterator[Wiring]:
+    """How the branches of a layer may be wired, the usual first. A factor is a number that the
+    layer keeps."""
+    numbers = [value for name, value in vars(layer).items() if not name.startswith("_")]
+    factors = [1.0, *dict.fromkeys(each for each in numbers if isinstance(each, float))]
+    # Without a norm of its own, and none behind attention, the MLP shares that of attention.
+    shares_norm = norms.mlp is None and norms.after_attention is None
+    for factor in factors:
+        if not shares_norm:
+            yield Wiring(factor=factor)
+        if norms.after_attention is None:
+            yield Wiring(parallel=True, factor=factor)
+
+
+def _linear_paths(children: LayerChildren, *, fused_mlp: bool) -> LinearPaths:
+    """Of the linear layers in a layer of these children."""
+    attention = attention_children(children.attention)
+    assert attention is not None
+    paths = LinearPaths(
+        qkv=[f"{children.attention_name}.{name}" for name in attention.qkv],
+        output=[f"{children.attention_name}.{attention.output_name}"],
+    )
+    mlp = mlp_children(children.mlp) if fused_mlp else None
+    if mlp is None:
+        return paths
+    return paths._replace(
+        gated=[f"mlp.{name}" for name in mlp.first], down=[f"mlp.{mlp.down_name}"]
+    )
+
+
+def _kind_of_mlp(mlp: nn.Module) -> str:
+    children = mlp_children(mlp)
+    return "MLP" if children is None or not children.gated else "gated MLP"
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    """The numbers of inputs and outputs of a linear layer, quantized or not."""
+    if is_linear(linear):
+        outputs, inputs = weight_of(linear).shape
+        return inputs, outputs
+    return linear.in_features, linear.out_features
 
 
 def _copy_plain_values(source: nn.Module, target: nn.Module) -> None:

@@ -5,7 +5,8 @@ A decoder layer adds two branches to the residual, attention and the MLP::
     residual += after_attention_norm(attention(attention_norm(residual)))
     residual += after_mlp_norm(mlp(mlp_norm(residual)))
 
-Most models have two of the four norms (:class:`LayerNorms`). Four things are fused:
+Most models have two of the four norms (:class:`LayerNorms`), and some have other :class:`Wiring`.
+Four things are fused:
 
 - Query, key and value are one product.
 - One kernel computes the norms of the heads and the rotary embedding.
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.fused.forms import AttentionForm, EndBranch, LayerKernels, Norm, RowFunction
-from jitney.kernels.fused.rotary import CosSin, whole_rotary
+from jitney.kernels.fused.rotary import NO_ANGLES, Columns, CosSin, whole_rotary
 
 
 def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -57,10 +58,10 @@ def _bias_or_zeros(linear: Any) -> Tensor:
 
 
 class FusedMLP(nn.Module):
-    """``down(activation(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``, or without a gate, ``down(activation(up(x)))``."""
 
     def __init__(self, gated: nn.Module, down: nn.Module) -> None:
-        """``gated`` computes all but the product of ``down``."""
+        """``gated`` computes all but the product of ``down``, also if there is no gate."""
         super().__init__()
         self.gated = gated
         self.down = down
@@ -80,14 +81,13 @@ class FusedAttention(nn.Module):
         form: AttentionForm,
         qkv: nn.Module,
         output: nn.Module,
-        half_rotary: bool,
+        columns: Columns,
         kernels: LayerKernels,
     ) -> None:
-        """``half_rotary``: whether the model's rotary module gives half of cos and sin (see
-        ``rotary``)."""
+        """``columns``: which the model's rotary module gives."""
         super().__init__()
         self.form = form
-        self.half_rotary = half_rotary
+        self.columns = columns
         self.qkv = qkv
         self.output = output
         self.kernel = kernels.attention(form)
@@ -98,15 +98,19 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: CosSin,
+        position_embeddings: CosSin = NO_ANGLES,
         *args: object,
         paged: PagedFunction,
         **unused: object,
     ) -> tuple[Tensor, None]:
         """As transformers calls it."""
-        cos_sin = whole_rotary(position_embeddings, self.half_rotary)
+        cos_sin = self.angles(position_embeddings)
         attended = self.attend(hidden_states[0], cos_sin, paged)
         return self.output(attended).unsqueeze(0), None
+
+    def angles(self, made: CosSin) -> CosSin:
+        """cos and sin as :meth:`attend` takes them, of those that the rotary module made."""
+        return whole_rotary(made, self.columns, self.form.rotation)
 
     def attend(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
         """All but the output product, of x [T, hidden size] and cos and sin [T, R]. Returns
@@ -127,20 +131,51 @@ class LayerNorms(NamedTuple):
     """Of the output of the MLP, before it is added to the residual."""
 
 
+class Wiring(NamedTuple):
+    """How a layer's two branches are added to the residual."""
+
+    parallel: bool = False
+    """Whether both read the residual as it was before the layer. Without a norm of its own, the MLP
+    then reads what attention reads. Else it reads the sum after attention."""
+    factor: float = 1.0
+    """What each branch gives is multiplied by this before it is added."""
+
+
+class LinearPaths(NamedTuple):
+    """Paths, from a layer on, of the linear layers that its four products join. Those of an MLP
+    that is not fused are left out: it is called as it is."""
+
+    qkv: Sequence[str]
+    output: Sequence[str]
+    gated: Sequence[str] = ()
+    down: Sequence[str] = ()
+
+
 class FusedDecoderLayer(nn.Module):
     """A decoder layer. Its attention is fused; its MLP may be of any kind, fused or not."""
 
     def __init__(
-        self, attention: FusedAttention, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
+        self,
+        attention: FusedAttention,
+        mlp: nn.Module,
+        norms: LayerNorms,
+        wiring: Wiring,
+        linear_paths: LinearPaths,
+        kernels: LayerKernels,
     ) -> None:
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
         self.norms = norms
+        self.wiring = wiring
+        self.linear_paths = linear_paths
         self._kernels = kernels
         self._attend = attention.attend
         self._end_attention = kernels.end_branch(
-            product=attention.output, branch_norm=norms.after_attention, norm=norms.mlp
+            product=attention.output,
+            branch_norm=norms.after_attention,
+            norm=None if wiring.parallel else norms.mlp,
+            factor=wiring.factor,
         )
 
         # The branch of the MLP ends with a product. What comes before that product is the MLP's
@@ -156,19 +191,22 @@ class FusedDecoderLayer(nn.Module):
         """A function for the end of this layer, together with the norm that begins the next one. It
         takes what :meth:`run` returns."""
         return self._kernels.end_branch(
-            product=self._last_product, branch_norm=self.norms.after_mlp, norm=next_norm
+            product=self._last_product,
+            branch_norm=self.norms.after_mlp,
+            norm=next_norm,
+            factor=self.wiring.factor,
         )
 
     def forward(
         self,
         hidden_states: Tensor,
-        *,
-        position_embeddings: CosSin,
+        *args: object,
+        position_embeddings: CosSin = NO_ANGLES,
         paged: PagedFunction,
         **unused: object,
     ) -> Tensor:
         """As transformers calls it."""
-        cos_sin = whole_rotary(position_embeddings, self.self_attn.half_rotary)
+        cos_sin = self.self_attn.angles(position_embeddings)
         residual = hidden_states[0]
         norm = self.norms.attention
         x = residual if norm is None else norm(residual)
@@ -185,7 +223,12 @@ class FusedDecoderLayer(nn.Module):
         product, and the residual after attention.
         """
         attended = self._attend(x, cos_sin, paged)
-        x, residual = self._end_attention(attended, residual, None)
+        if self.wiring.parallel:
+            if self.norms.mlp is not None:
+                x = self.norms.mlp(residual)
+            _, residual = self._end_attention(attended, residual, None)
+        else:
+            x, residual = self._end_attention(attended, residual, None)
         if self._first_part_of_mlp is not None:
             x = self._first_part_of_mlp(x)
         return x, residual

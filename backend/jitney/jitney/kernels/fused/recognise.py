@@ -9,20 +9,42 @@ something else.
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import QuantizedLinear, is_linear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.trial import run_module
 
 # The products of one input. Some models have them merged already.
-_QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_GATE_UP_NAMES = (("gate_proj", "up_proj"), ("gate_up_proj",))
-_ACTIVATION_NAMES = ("act_fn", "activation_fn")
-_QK_NORM_NAMES = ((), ("q_norm", "k_norm"))
+_QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",))
+_OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "c_proj")
+_QK_NORM_NAMES = ((), ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+
+
+class _MlpNames(NamedTuple):
+    """How a kind of MLP names its linear layers."""
+
+    first: tuple[str, ...]
+    """Those before the activation. If gated: gate and up, or the one that gives both."""
+    down: str
+    gated: bool
+
+
+_MLP_NAMES = (
+    _MlpNames(first=("gate_proj", "up_proj"), down="down_proj", gated=True),
+    _MlpNames(first=("gate_up_proj",), down="down_proj", gated=True),
+    _MlpNames(first=("up_proj",), down="down_proj", gated=False),
+    _MlpNames(first=("fc1",), down="fc2", gated=False),
+    _MlpNames(first=("c_fc",), down="c_proj", gated=False),
+    _MlpNames(first=("fc_in",), down="fc_out", gated=False),
+    _MlpNames(first=("dense_h_to_4h",), down="dense_4h_to_h", gated=False),
+)
+_ATTENTION_NAMES = ("self_attn", "attn", "attention")
 
 _WITHOUT_EFFECT = (nn.Dropout, nn.Identity)
 """Modules that do nothing in service. They are not counted as children."""
@@ -48,8 +70,19 @@ _NORM_NAMES = (
         mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     ),
+    # The same in GLM 4.
+    _NormNames(
+        attention="input_layernorm",
+        after_attention="post_self_attn_layernorm",
+        mlp="post_attention_layernorm",
+        after_mlp="post_mlp_layernorm",
+    ),
     # Norms after them, as in OLMo 2.
     _NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
+    # Norms before them, as in GPT-2.
+    _NormNames(attention="ln_1", mlp="ln_2"),
+    # One norm before both, as in Cohere and Phi.
+    _NormNames(attention="input_layernorm"),
 )
 
 
@@ -60,10 +93,11 @@ _NORM_NAMES = (
 class AttentionChildren:
     """The children of an attention."""
 
-    qkv: list[Any]
-    """The linear layers of query, key and value, or the one that gives all three."""
+    qkv: dict[str, Any]
+    """The linear layers of query, key and value, or the one that gives all three, by name."""
     output: Any
     """The linear layer that gives the module's output."""
+    output_name: str
     query_norm: nn.Module | None
     key_norm: nn.Module | None
     """Norms before the rotary embedding: it has both of them, or neither."""
@@ -71,12 +105,15 @@ class AttentionChildren:
 
 @dataclass(frozen=True)
 class MlpChildren:
-    """The children of a gated MLP: ``down(activation(gate(x)) * up(x))``."""
+    """The children of an MLP: ``down(activation(gate(x)) * up(x))``, or without a gate,
+    ``down(activation(up(x)))``."""
 
-    gate_up: list[Any]
-    """The linear layers of gate and up, or the one that gives both."""
+    first: dict[str, Any]
+    """By name: the linear layers of gate and up, the one that gives both, or that of up alone."""
+    gated: bool
     activation: Any
     down: Any
+    down_name: str
 
 
 @dataclass(frozen=True)
@@ -84,8 +121,9 @@ class LayerChildren:
     """The children of a decoder layer. The norms are those of :class:`layers.LayerNorms`."""
 
     attention: nn.Module
+    attention_name: str
     mlp: nn.Module
-    """Of any kind."""
+    """Of any kind. Its name is ``mlp``."""
     attention_norm: nn.Module | None
     after_attention_norm: nn.Module | None
     mlp_norm: nn.Module | None
@@ -96,50 +134,57 @@ def attention_children(module: nn.Module) -> AttentionChildren | None:
     """Linear layers of query, key, value and output, perhaps norms of query and key, and nothing
     else."""
     children = _children(module)
-    for names in _QKV_NAMES:
-        for norms in _QK_NORM_NAMES:
-            if children.keys() != {*names, "o_proj", *norms}:
-                continue
-            qkv = [children[name] for name in names]
-            output = children["o_proj"]
-            if not _are_linear([*qkv, output]) or not _are_norms(children, norms):
-                return None
-            return AttentionChildren(
-                qkv=qkv,
-                output=output,
-                query_norm=children.get("q_norm"),
-                key_norm=children.get("k_norm"),
-            )
+    for names, output_name, norms in product(_QKV_NAMES, _OUTPUT_NAMES, _QK_NORM_NAMES):
+        if children.keys() != {*names, output_name, *norms}:
+            continue
+        qkv = {name: children[name] for name in names}
+        output = children[output_name]
+        if not _are_linear([*qkv.values(), output]) or not _are_norms(children, norms):
+            return None
+        query_norm, key_norm = norms or (None, None)
+        return AttentionChildren(
+            qkv=qkv,
+            output=output,
+            output_name=output_name,
+            query_norm=_child(children, query_norm),
+            key_norm=_child(children, key_norm),
+        )
     return None
 
 
 def mlp_children(module: nn.Module) -> MlpChildren | None:
-    """Linear layers of gate, up and down, an activation, and nothing else."""
+    """Linear layers of gate, up and down, or of up and down, an activation, and nothing else."""
     children = _children(module)
-    for names in _GATE_UP_NAMES:
-        for activation in _ACTIVATION_NAMES:
-            if children.keys() != {*names, activation, "down_proj"}:
-                continue
-            gate_up = [children[name] for name in names]
-            down = children["down_proj"]
-            if not _are_linear([*gate_up, down]):
-                return None
-            return MlpChildren(gate_up=gate_up, activation=children[activation], down=down)
+    for names, activation in product(_MLP_NAMES, _ACTIVATION_NAMES):
+        if children.keys() != {*names.first, activation, names.down}:
+            continue
+        first = {name: children[name] for name in names.first}
+        down = children[names.down]
+        if not _are_linear([*first.values(), down]):
+            return None
+        return MlpChildren(
+            first=first,
+            gated=names.gated,
+            activation=children[activation],
+            down=down,
+            down_name=names.down,
+        )
     return None
 
 
 def layer_children(module: nn.Module) -> LayerChildren | None:
     """An attention of a known kind, any MLP, norms under known names, and nothing else."""
     children = _children(module)
-    for names in _NORM_NAMES:
+    for names, attention_name in product(_NORM_NAMES, _ATTENTION_NAMES):
         norms = [name for name in names if name is not None]
-        if children.keys() != {"self_attn", "mlp", *norms}:
+        if children.keys() != {attention_name, "mlp", *norms}:
             continue
-        attention = children["self_attn"]
+        attention = children[attention_name]
         if attention_children(attention) is None or not _are_norms(children, norms):
             return None
         return LayerChildren(
             attention=attention,
+            attention_name=attention_name,
             mlp=children["mlp"],
             attention_norm=_child(children, names.attention),
             after_attention_norm=_child(children, names.after_attention),
@@ -150,12 +195,15 @@ def layer_children(module: nn.Module) -> LayerChildren | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it has one vector of weights, no other parameter or buffer, and one argument: the
-    norm of a Mamba 2 takes a gate as well. That it computes an RMS norm is proved later."""
+    """Whether it has one vector of weights, perhaps one of biases, no other parameter or buffer,
+    and one argument: the norm of a Mamba 2 takes a gate as well. What it computes is proved later.
+    """
     if next(module.buffers(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1:
+    if list(parameters) not in (["weight"], ["weight", "bias"]):
+        return False
+    if any(parameter.dim() != 1 for parameter in parameters.values()):
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -179,6 +227,13 @@ def known_activation(function: nn.Module) -> Activation | None:
 # ------------------------------------------------------------------ children
 
 
+def service_children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module, by name, but for those that do nothing in service."""
+    return {
+        name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
+    }
+
+
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     """The children of a module, by name. Empty if it has parameters of its own: it then computes
     something with them that is not recognised here."""
@@ -186,9 +241,7 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
         # Sinks are the exception. The module hands them to attention, where a trial sees them.
         if name != "sinks":
             return {}
-    return {
-        name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
-    }
+    return service_children(module)
 
 
 def _child(children: Mapping[str, nn.Module], name: str | None) -> nn.Module | None:
@@ -196,7 +249,7 @@ def _child(children: Mapping[str, nn.Module], name: str | None) -> nn.Module | N
 
 
 def _are_linear(modules: list[Any]) -> bool:
-    return all(type(each) is nn.Linear or isinstance(each, QuantizedLinear) for each in modules)
+    return all(is_linear(each) or isinstance(each, QuantizedLinear) for each in modules)
 
 
 def _are_norms(children: Mapping[str, nn.Module], names: Iterable[str]) -> bool:

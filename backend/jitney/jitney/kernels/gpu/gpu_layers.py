@@ -25,9 +25,15 @@ from jitney.kernels.fused.forms import (
     Norm,
     NormForm,
     RowFunction,
+    Scaling,
 )
 from jitney.kernels.fused.layers import merged_linears
-from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
+from jitney.kernels.fused.whole_model import (
+    AdaptedKernels,
+    FusedForward,
+    Places,
+    ScaledHead,
+)
 from jitney.kernels.gpu.adapter_products import GroupedProducts
 from jitney.kernels.gpu.gpu_attention import GpuAttention, HeadTransform
 from jitney.kernels.gpu.invariant_product import InvariantLinear
@@ -43,11 +49,17 @@ class GpuLayerKernels:
 
     def norm(self, form: NormForm) -> RowFunction:
         """See :class:`fused.whole_model.ModelKernels`, here and below."""
+        if form.centred:
+            raise Misfit("a GPU has no fused kernel for layer norms")
         if form.scale.numel() > MOST_WIDTH:
             raise Misfit(f"it is over more than {MOST_WIDTH} values")
         return partial(norm_rows, norm=form)
 
-    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+    def linear(
+        self, products: Sequence[Any], activation: Activation | None = None, *, gated: bool = True
+    ) -> nn.Module:
+        if activation is not None and not gated:
+            raise Misfit("a GPU has no fused kernel for an activation without a gate")
         joined = self._join(products)
         if activation is None:
             return joined
@@ -70,9 +82,15 @@ class GpuLayerKernels:
         return _SideBySide(products)
 
     def attention(self, form: AttentionForm) -> "GpuHeadAttention":
+        if form.rotation != "halves":
+            raise Misfit("a GPU's kernel has no such rotary embedding")
         return GpuHeadAttention(form)
 
-    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
+    def end_branch(
+        self, product: RowFunction, branch_norm: Norm, norm: Norm, factor: float = 1.0
+    ) -> EndBranch:
+        if factor != 1.0:
+            raise Misfit("a GPU's kernel has no factor on what a branch adds")
         branch_form = None if branch_norm is None else branch_norm.form
         form = None if norm is None else norm.form
 
@@ -80,6 +98,9 @@ class GpuLayerKernels:
             return add_norm(product(x), residual, branch_norm=branch_form, norm=form, indices=rows)
 
         return end
+
+    def head(self, linear: Any, scaling: Scaling) -> nn.Module:
+        return ScaledHead(linear, scaling)
 
     def program(self, model: FusedForward) -> None:
         """None. CUDA graphs do what a native call does on a CPU."""
