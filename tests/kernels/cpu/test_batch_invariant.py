@@ -126,7 +126,7 @@ def test_a_table_of_angles_that_ends_early_is_refused(tmp_path, monkeypatch) -> 
     """torch computes the angles behind it, in a way that depends on the step's other positions."""
     monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 6400)
     with pytest.raises(
-        ConfigError, match=r"max_model_len is 1280, but must be at most 36 with bat"
+        ConfigError, match=r"max_model_len is 1280, but must be at most 36 with"
     ):
         load_runner(options(tmp_path, "llama"))
 

@@ -140,8 +140,8 @@ class CpuAccelerator:
             )
         faster = report.applied(model)
         if invariant:
-            check_invariant(module, report.forward, on_gpu=False)
             self._check_tables(report.forward, model.max_model_len)
+            check_invariant(module, report.forward, on_gpu=False)
             self._check_adapters_invariant(model, faster)
         return faster
 
