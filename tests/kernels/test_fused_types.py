@@ -37,6 +37,8 @@ TYPES = {
     "cohere2": "layer norms, parallel branches, a factor on the logits",
     "phi": "layer norms with a bias, parallel branches, an MLP without a gate",
     "gpt2": "learned positions, transposed weights, no rotary embedding",
+    "mixtral": "experts",
+    "qwen3_moe": "experts",
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 

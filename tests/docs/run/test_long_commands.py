@@ -27,6 +27,7 @@ SMALL = [
     ("benchmarks.batching_modes", "--quick --parts digits --pictures build/pictures", "|"),
     ("benchmarks.perplexity", "--tokens 256 --quantization none int8 --cache int8", "| int8 |"),
     ("benchmarks.loading", "--quantization none --repeats 1 --threads 1", "| m100 |"),
+    ("benchmarks.architectures.speed", "--types gemma2 --turns 1", "| gemma2 |"),
 ]
 
 

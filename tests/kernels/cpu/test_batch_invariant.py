@@ -79,6 +79,7 @@ MORE_KINDS: list[tuple[str, dict[str, object]]] = [
     ("gemma2", {}),  # capped scores and logits
     ("olmo2", {}),
     ("gpt2", {}),  # layer norms
+    ("mixtral", {}),  # experts
 ]
 
 
@@ -113,7 +114,7 @@ def check(runner: TorchRunner, asked: list[tuple[list[int], SamplingParams]]) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixtral", r"model.layers.0.mlp.* computes aten"),
+        ("gpt_oss", r"model.layers.0.mlp.* computes aten"),
         ("gpt_neox", r"computes aten"),
     ],
 )
@@ -125,9 +126,7 @@ def test_what_does_not_hold_it_is_refused_by_name(tmp_path, name: str, message: 
 def test_a_table_of_angles_that_ends_early_is_refused(tmp_path, monkeypatch) -> None:
     """torch computes the angles behind it, in a way that depends on the step's other positions."""
     monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 6400)
-    with pytest.raises(
-        ConfigError, match=r"max_model_len is 1280, but must be at most 36 with"
-    ):
+    with pytest.raises(ConfigError, match=r"max_model_len is 1280, but must be at most 36 with"):
         load_runner(options(tmp_path, "llama"))
 
 

@@ -165,10 +165,13 @@ def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> No
     assert room >= 64 * program._head.converted_row_bytes
 
 
-def test_experts_run_kernel_by_kernel(tmp_path) -> None:
-    fused = fuse(load(tmp_path, "mixtral").module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
-    assert fused.program is None
-    assert fused.why_no_program == "its MLP is of another kind"
+def test_a_load_says_why_a_step_is_no_native_call(tmp_path, caplog) -> None:
+    """And what that costs. gpt-oss has experts of its own kind."""
+    model = load(tmp_path, "gpt_oss")
+    report = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256)
+    assert report.forward.program is None
+    report.applied(model)
+    assert "no native call: its MLP is of another kind. At hidden size 256 such" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # one table, and two

@@ -128,6 +128,7 @@ class ColumnLinear(nn.Module):
         """Numbers in a row of the result: ``out_features`` filled up to whole pairs of columns."""
         self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         """Of x and the result."""
+        self.tag = packed.tag
         self._product = compiled_product(packed.tag)
         self._convert: Kernel | None = None
         self.converted_row_bytes = 0

@@ -15,6 +15,7 @@ from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns, fits_columns
 from jitney.kernels.cpu.compiled import Kernel
+from jitney.kernels.cpu.experts import FusedExperts
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm, norm_rotary_body
 from jitney.kernels.cpu.program import LayerProgram
@@ -29,7 +30,7 @@ from jitney.kernels.fused.forms import (
     RowFunction,
     Scaling,
 )
-from jitney.kernels.fused.layers import merged_linears
+from jitney.kernels.fused.layers import FusedMixture, merged_linears
 from jitney.kernels.fused.whole_model import (
     AdaptedKernels,
     FusedForward,
@@ -62,6 +63,8 @@ class CpuLayerKernels:
         self._dtype = dtype
         self._rows = rows
         self._batch_invariant = batch_invariant
+        # See ``linear``: otherwise the products of float32 are oneDNN's.
+        self.runs_programs = dtype != torch.float32 or batch_invariant
         tag = TAGS[dtype]
         self._rows_kernel = Kernel(lambda address: norm_rotary_body(tag, address))
         # Asked once for each dtype: it tries to pack a weight.
@@ -93,6 +96,14 @@ class CpuLayerKernels:
         if not gated:
             return _Activated(PackedLinear(weight, joined.bias, self._rows), activation)
         return _split_gate(joined, activation, self._rows)
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: Activation) -> FusedExperts:
+        if not fits_columns(gate_up[0], activation) or not fits_columns(down[0]):
+            raise Misfit("there is no product of ours for its dtype, sizes and activation")
+        return FusedExperts(
+            gated=[ColumnLinear(weight, None, activation) for weight in gate_up],
+            down=[ColumnLinear(weight, None) for weight in down],
+        )
 
     def attention(self, form: AttentionForm) -> CpuAttentionLayer:
         return CpuAttentionLayer(form, self._dtype, self._rows_kernel)
@@ -168,7 +179,7 @@ def _sum_of(product: RowFunction, norm: Norm, factor: float) -> Callable[[Tensor
         return partial(product.plus, scaling=Scaling(factor))
     if factor != 1.0:
         return lambda x, residual: residual + product(x) * factor
-    if isinstance(product, PackedLinear):
+    if isinstance(product, (PackedLinear, FusedMixture)):
         return product.plus
     return lambda x, residual: residual + product(x)
 

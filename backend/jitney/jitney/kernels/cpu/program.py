@@ -46,6 +46,7 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns
 from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.experts import ExpertMemory, FusedExperts
 from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_call import ProductCall
@@ -62,11 +63,12 @@ from jitney.kernels.cpu.program_list import (
     AdapterMemory,
     KernelList,
     LayerKind,
+    ListedKernel,
     products_of,
 )
 from jitney.kernels.cpu.step_rotation import StepRotation
 from jitney.kernels.fused.forms import Misfit
-from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
+from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMixture, FusedMLP
 from jitney.kernels.fused.rotary import RotaryTable
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
@@ -92,6 +94,8 @@ class _Memory:
     records: np.ndarray
     """int64 [kernels, RECORD_FIELDS], in the order in which the kernels run: those of the layers,
     of the last norm, and of the head if it is a ColumnLinear."""
+    rows_per_token: np.ndarray | int
+    """Of each kernel of the layers, or of all: see ``ListedKernel``."""
     num_layer_kernels: int
     """How many of these, the first ones, are of the layers."""
     write_records: np.ndarray
@@ -100,7 +104,7 @@ class _Memory:
     """The same of the kernels that attend."""
     kinds: list[LayerKind]
     rotations: list[StepRotation]
-    kept: list[Tensor]
+    kept: list[object]
     """What records point to and nothing else owns."""
     adapted: AdaptedSteps | None
 
@@ -210,7 +214,7 @@ class LayerProgram:
         self._fill_states(activations.states[:tokens], ids, paged.meta.positions)
         activations.indices[1, :num_asked] = indices
         memory.records[:, COUNTERS] = 0
-        memory.records[: memory.num_layer_kernels, COUNT] = tokens
+        memory.records[: memory.num_layer_kernels, COUNT] = tokens * memory.rows_per_token
         # Behind the layers, only the tokens whose logits are asked for.
         memory.records[memory.num_layer_kernels :, COUNT] = num_asked
         # Attention and adapters count items, not tokens: they set their own counts.
@@ -287,6 +291,7 @@ class LayerProgram:
             caches=self._caches,
             tables=[None if n is None else self._tables[n].angles for n in self._table_of_layer],
             norm_rotary=self._last_norm.machine_code,
+            expert_memory=self._expert_memory(tokens),
             adapter_memory=adapter_memory,
             shrink=None if adapter_memory is None else self._shrink,
             expand=None if adapter_memory is None else self._expand,
@@ -307,6 +312,7 @@ class LayerProgram:
             tokens=tokens,
             activations=listed.activations,
             records=records,
+            rows_per_token=_rows_per_token(listed.kernels[:num_layer_kernels]),
             num_layer_kernels=num_layer_kernels,
             write_records=by_layer[:, listed.write_in_layer],
             attend_records=by_layer[:, listed.write_in_layer + 1],
@@ -344,7 +350,7 @@ class LayerProgram:
             branch=empty(size),
             qkv=empty(attention.qkv.out_features),
             attended=empty(attention.output.in_features),
-            inside=empty(first.mlp.down.in_features),
+            inside=empty(_inner_width(first.mlp)),
             indices=torch.empty(2, tokens, dtype=torch.int64),
             converted=torch.empty(tokens * self._converted_row_bytes(), dtype=torch.uint8),
         )
@@ -355,10 +361,22 @@ class LayerProgram:
         for layer in self._layers:
             for product in products_of(layer):
                 most = max(most, product.converted_row_bytes)
+            if isinstance(layer.mlp, FusedMixture):
+                router: Any = layer.mlp.router
+                most = max(most, router.converted_row_bytes)
         head = _columns_of(self._head)
         if head is not None:
             most = max(most, head.converted_row_bytes)
         return most
+
+    def _expert_memory(self, tokens: int) -> ExpertMemory | None:
+        """Memory for the experts of each layer in turn; None if there are none."""
+        mlp = self._layers[0].mlp
+        if not isinstance(mlp, FusedMixture):
+            return None
+        router: Any = mlp.router
+        experts: FusedExperts = mlp.experts
+        return experts.memory(tokens, mlp.form.chosen, numbers_width=router.width)
 
     def _adapter_memory(self, tokens: int) -> AdapterMemory | None:
         """Memory for what adapters add; None if the program has no adapters."""
@@ -398,7 +416,12 @@ def _columns_of(head: nn.Module) -> ColumnLinear | None:
 
 def _check_layer(layer: FusedDecoderLayer) -> None:
     """Raise Misfit if a program cannot run all parts of the layer."""
-    if not isinstance(layer.mlp, FusedMLP):
+    if isinstance(layer.mlp, FusedMixture):
+        if not isinstance(layer.mlp.router, ColumnLinear):
+            raise Misfit("the product of its router is torch's")
+        if layer.wiring.factor != 1.0:
+            raise Misfit("it has a factor on what its experts give")
+    elif not isinstance(layer.mlp, FusedMLP):
         raise Misfit("its MLP is of another kind")
     for product in products_of(layer):
         if not isinstance(product, ColumnLinear):
@@ -416,10 +439,26 @@ def _check_adapters(model: FusedForward, places: Sequence[Places]) -> None:
     if model.input_rows.embed.weight.dtype != torch.bfloat16:
         raise Misfit("adapters are bfloat16")
     for layer in model.layers:
+        if not isinstance(layer.mlp, FusedMLP):
+            raise Misfit("adapters change layers with experts")
         # What these add to a product is not scaled with it, and is in the order of gate and up.
         gated: Any = layer.mlp.gated
         if layer.wiring.factor != 1.0 or not gated.is_gated:
             raise Misfit("adapters change layers with a factor, or without a gate")
+
+
+def _inner_width(mlp: Any) -> int:
+    """Of what is between the two products of an MLP. Experts have memory of their own for that."""
+    if isinstance(mlp, FusedMixture):
+        return 0
+    width: int = mlp.down.in_features
+    return width
+
+
+def _rows_per_token(kernels: Sequence[ListedKernel]) -> np.ndarray | int:
+    rows = [listed.rows_per_token for listed in kernels]
+    # Most models have no experts. NumPy writes a single number faster than as many of them.
+    return np.array(rows) if max(rows) > 1 else 1
 
 
 class _ProductShape(NamedTuple):
@@ -435,6 +474,9 @@ def _shape(layer: FusedDecoderLayer) -> list[object]:
     """What must be the same in all layers."""
     shapes: list[object] = [layer.wiring.parallel]
     shapes += [norm is not None for norm in layer.norms]
+    if isinstance(layer.mlp, FusedMixture):
+        experts: FusedExperts = layer.mlp.experts
+        shapes += [layer.mlp.form.chosen, experts.experts, experts.inner_width]
     for product in products_of(layer):
         has_conversion = product.converted_row_bytes > 0
         shapes.append(_ProductShape(product.in_features, product.width, has_conversion))

@@ -19,12 +19,13 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.experts import ExpertMemory, FusedExperts
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention, kind_of, set_layer
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import BODY, COUNT, RECORD_FIELDS
 from jitney.kernels.fused.forms import FusedNorm, Norm, Scaling
-from jitney.kernels.fused.layers import FusedDecoderLayer, LayerNorms
+from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMixture, FusedMLP, LayerNorms
 from jitney.kernels.fused.rotary import NO_ANGLES
 from jitney.kernels.fused.whole_model import Places
 
@@ -39,6 +40,8 @@ class ListedKernel(NamedTuple):
 
     kernel: Kernel
     arguments: ctypes.Structure
+    rows_per_token: int = 1
+    """``count`` is so many times the number of tokens, unless the kernel counts items."""
 
 
 # --------------------------------------------------------------------------- memory
@@ -162,6 +165,8 @@ class KernelList:
     embedding."""
     norm_rotary: Kernel
     """The kernel of ``norm_rotary_kernel``."""
+    expert_memory: ExpertMemory | None
+    """None if no layer has experts."""
     adapter_memory: AdapterMemory | None
     """This and the next two are None if there are no adapters."""
     shrink: Kernel | None
@@ -174,7 +179,7 @@ class KernelList:
     write_in_layer: int = 0
     """Which of a layer's kernels, from 0 on, writes K and V. The one before it rotates, the next
     one attends."""
-    kept: list[Tensor] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
     """Memory that arguments point to and that nothing else owns."""
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
@@ -203,6 +208,9 @@ class KernelList:
             x = self._add_norm_if_any(norms.mlp, x=middle)
         elif norms.mlp is not None:
             x = self._add_norm_if_any(norms.mlp, x=states)
+        if isinstance(layer.mlp, FusedMixture):
+            self._add_mixture(layer.mlp, norms.after_mlp, x=x, residual=middle, out=states)
+            return
         self._add_product(number, "gated", x=x, out=inside)
         # inside + middle -> states, the input of the next layer
         self._add_end(number, "down", norms.after_mlp, x=inside, residual=middle, out=states)
@@ -244,8 +252,8 @@ class KernelList:
             adapted.append(product)
         return adapted
 
-    def _add(self, kernel: Kernel, arguments: ctypes.Structure) -> None:
-        self.kernels.append(ListedKernel(kernel, arguments))
+    def _add(self, kernel: Kernel, arguments: ctypes.Structure, rows_per_token: int = 1) -> None:
+        self.kernels.append(ListedKernel(kernel, arguments, rows_per_token))
 
     def _add_norm(self, norm: RowNorm, *, x: int, out: int, index: int = 0, other: int = 0) -> None:
         """The norm of whole rows, plus ``other``."""
@@ -269,6 +277,28 @@ class KernelList:
         branch = self.activations.branch.data_ptr()
         self._add_product(number, name, x=x, out=branch)
         self._add_norm(_row_norm(norm), x=branch, out=out, other=residual)
+
+    def _add_mixture(
+        self, mixture: FusedMixture, norm: Norm, *, x: int, residual: int, out: int
+    ) -> None:
+        """A router, its experts, their norm if there is one, and the sum."""
+        memory = self.expert_memory
+        assert memory is not None
+        router: Any = mixture.router
+        experts: FusedExperts = mixture.experts
+        self._add_linear(router, x=x, out=memory.numbers.data_ptr(), other=0)
+        branch = self.activations.branch.data_ptr()
+        steps = [experts.choose_step(memory, mixture.form)]
+        if norm is None:
+            steps += experts.steps(memory, x=x, out=out, other=residual)
+        else:
+            steps += experts.steps(memory, x=x, out=branch, other=0)
+        self.kept.append(memory)
+        for step in steps:
+            self._add(step.kernel, step.arguments, step.rows_per_token)
+            self.kept.append(step.owned)
+        if norm is not None:
+            self._add_norm(_row_norm(norm), x=branch, out=out, other=residual)
 
     def _add_linear(
         self,
@@ -401,7 +431,10 @@ def _row_norm(norm: FusedNorm) -> RowNorm:
 
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:
-    """A layer's products, in the order of ``Places``."""
+    """A layer's products, in the order of ``Places``. Those of experts are not among them."""
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
-    return [attention.qkv, attention.output, mlp.gated, mlp.down]
+    products = [attention.qkv, attention.output]
+    if isinstance(mlp, FusedMLP):
+        products += [mlp.gated, mlp.down]
+    return products

@@ -333,6 +333,13 @@ def negate_even_lanes(builder, value):
     return builder.fmul(value, signs)
 
 
+@emitted(vector, vector, types.float32, types.float32)
+def keep_below(builder, value, limit, other):
+    """The lanes of ``value`` that are smaller than ``limit``, and ``other`` in all other lanes."""
+    is_below = builder.fcmp_ordered("<", value, broadcast(builder, limit))
+    return builder.select(is_below, value, broadcast(builder, other))
+
+
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""

@@ -122,6 +122,17 @@ class AttentionForm:
         )
 
 
+@dataclass(frozen=True)
+class RouterForm:
+    """How a mixture of experts chooses among a router's numbers, one for each expert: the largest
+    ones, with the softmax of their numbers as scores."""
+
+    chosen: int
+    """How many experts a token goes to."""
+    over_all: bool
+    """Whether the softmax is over all experts, or over those that were chosen alone."""
+
+
 class Scaling(NamedTuple):
     """What may be done to a product: times ``factor``, and with a ``softcap``
     ``softcap * tanh(that / softcap)``."""
@@ -193,6 +204,16 @@ class LayerKernels(Protocol):
 
         A layer with an activation has a method ``plus(x, other)``, which adds ``other`` to the
         results of the products, side by side, before the activation.
+        """
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: Activation) -> nn.Module:
+        """E gated MLPs, whose weights are ``gate_up`` [E, 2 * inner size, hidden size] and ``down``
+        [E, hidden size, inner size]. The layer takes the states [T, hidden size], and the experts
+        and scores [T, k] of each token, and gives the sum of what these experts give, each times
+        its score.
+
+        It has a method ``route(x, numbers, form, other)``, which takes the numbers [T, E] of a
+        router instead, and a :class:`RouterForm`. With ``other`` [T, hidden size], that is added.
         """
 
     def attention(self, form: AttentionForm) -> AttentionKernel:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -36,24 +37,28 @@ from jitney.kernels.fused.forms import (
 from jitney.kernels.fused.layers import (
     FusedAttention,
     FusedDecoderLayer,
+    FusedMixture,
     FusedMLP,
     LayerNorms,
     LinearPaths,
     Wiring,
 )
 from jitney.kernels.fused.likeness import Likeness, likeness
+from jitney.kernels.fused.mixture import StandInMlp, build_experts, build_mixture
 from jitney.kernels.fused.model_parts import find_input_rows, find_logit_scaling, model_parts
 from jitney.kernels.fused.recognise import (
     AttentionChildren,
     LayerChildren,
     attention_children,
+    experts_children,
     is_norm,
     known_activation,
     layer_children,
+    mixture_children,
     mlp_children,
 )
 from jitney.kernels.fused.rotary import (
-    Columns,
+    AngleColumns,
     Rotary,
     columns_of,
     rotary_table,
@@ -78,8 +83,8 @@ _log = logging.getLogger(__name__)
 
 _ROTATIONS: tuple[Rotation, ...] = ("halves", "neighbours", "none")
 """In the order in which they are tried."""
-_WITHOUT_NATIVE_CALL = "0.2 to 0.7"
-"""Measured with benchmarks.architectures.speed: one sequence, and 16."""
+_WITHOUT_NATIVE_CALL = "0.1 to 0.7"
+"""See docs/benchmarks.md; 0.1 with experts."""
 SURPLUS = 64
 """Positions of a rotary table beyond the longest sequence. No token should be planned there; if one
 is, it still finds a row of the table."""
@@ -93,6 +98,8 @@ class FuseReport:
     """Kind of module -> how many were replaced. Modules inside of a replaced layer do not count."""
     forward: FusedForward | None = None
     """The whole model. None if not all of it could be fused."""
+    expects_program: bool = False
+    """Whether a step of a usual model would be one native call here."""
     added_bytes: int = 0
     """Bytes of weights beyond those that the module had before."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -122,17 +129,20 @@ class FuseReport:
             _log.info("not replaced (%d): %s", count, why)
 
     def _log_native_call(self) -> None:
-        if self.forward is None:
-            return
-        if self.forward.program is not None:
+        if self.forward is not None and self.forward.program is not None:
             _log.info("a step's layers are one native call")
-        elif self.forward.why_no_program is not None:
-            _log.warning(
-                "a step is not one native call: small models make %s of the tokens per CPU second "
-                "that they would make else: %s",
-                _WITHOUT_NATIVE_CALL,
-                self.forward.why_no_program,
-            )
+            return
+        if not self.expects_program:
+            return
+        why = "the model is not fused as a whole (see below)"
+        if self.forward is not None and self.forward.why_no_program is not None:
+            why = self.forward.why_no_program
+        _log.warning(
+            "a step is no native call: %s. At hidden size 256 such a model makes %s of the "
+            "tokens per CPU second that a Llama of its size makes",
+            why,
+            _WITHOUT_NATIVE_CALL,
+        )
 
 
 def fuse(
@@ -148,8 +158,17 @@ def fuse(
     with torch.inference_mode():
         fuser = _Fuser(module, kernels, length)
         report = fuser.report
-        # The largest modules first: what is inside of a replaced one is not found any more.
+        report.expects_program = kernels.runs_programs and not norms_alone
+        # Experts first: layers need them. Then the largest modules first: what is inside of a
+        # replaced one is not found any more.
         if not norms_alone:
+            swap_children(
+                module,
+                what="experts",
+                fits=experts_children,
+                build=fuser.build_experts,
+                report=report,
+            )
             swap_children(
                 module, what="layer", fits=layer_children, build=fuser.build_layer, report=report
             )
@@ -208,7 +227,7 @@ class _LayerRotary(NamedTuple):
     """Calls the model's rotary module for any positions: see ``trial.MarkedCosSin``. One such
     function is made at each call of the module in the trial. So two layers have equal ones if their
     cos and sin came from the same call."""
-    columns: Columns
+    columns: AngleColumns
     rotation: Rotation
 
 
@@ -236,6 +255,7 @@ class _Fuser:
         self._rotary_of: dict[FusedDecoderLayer, _LayerRotary | None] = {}
         # Gated MLPs that did not fit when their decoder layers were built. The report counts them.
         self._kept_mlps: set[nn.Module] = set()
+        self._fused_experts: WeakSet[nn.Module] = WeakSet()
         # What is known of the decoder layers whose fused forms were proved: see `likeness`.
         self._proved: dict[Likeness, _Choices] = {}
         # Of a layer like the one that is built now; None: there was none.
@@ -295,6 +315,14 @@ class _Fuser:
         self._check(mlp, fused, width=width, scales=MODULE_SCALES, arguments={})
         return fused
 
+    # ------------------------------------------------------------------ experts
+
+    def build_experts(self, experts: nn.Module) -> nn.Module:
+        """For the experts of a layer."""
+        fused = build_experts(experts, self._kernels, self._checker)
+        self._fused_experts.add(fused)
+        return fused
+
     # ------------------------------------------------------------------ decoder layers
 
     def build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
@@ -346,28 +374,59 @@ class _Fuser:
         wirings = list(_wirings(layer, norms)) if self._known is None else [self._known.wiring]
         first_misfit = None
         for wiring in wirings:
+            fused = FusedDecoderLayer(attention, mlp, norms, wiring, paths, self._kernels).eval()
             try:
-                fused = FusedDecoderLayer(attention, mlp, norms, wiring, paths, self._kernels)
-                fused.eval()
-                self._check(
-                    layer,
-                    fused,
-                    width=self._config.hidden_size,
-                    scales=LAYER_SCALES,
-                    arguments=self._arguments.get(layer, {}),
-                )
+                if isinstance(mlp, FusedMixture):
+                    self._check_around_mixture(layer, children.mlp, fused)
+                else:
+                    self._check_layer(layer, fused)
                 return fused
             except Misfit as misfit:
                 first_misfit = first_misfit or misfit
         assert first_misfit is not None
         raise first_misfit
 
+    def _check_around_mixture(
+        self, layer: nn.Module, mixture: nn.Module, fused: FusedDecoderLayer
+    ) -> None:
+        """Compare two layers while something else stands in place of their experts."""
+        if self._known is not None:
+            return
+        stand_in = StandInMlp(mixture, self._checker.random(self._config.hidden_size)[0])
+        tried = FusedDecoderLayer(
+            attention=fused.self_attn,
+            mlp=stand_in,
+            norms=fused.norms,
+            wiring=fused.wiring,
+            linear_paths=fused.linear_paths,
+            kernels=self._kernels,
+        )
+        layer.mlp = stand_in
+        try:
+            self._check_layer(layer, tried.eval())
+        finally:
+            layer.mlp = mixture
+
+    def _check_layer(self, layer: nn.Module, fused: FusedDecoderLayer) -> None:
+        self._check(
+            layer,
+            fused,
+            width=self._config.hidden_size,
+            scales=LAYER_SCALES,
+            arguments=self._arguments.get(layer, {}),
+        )
+
     def _build_mlp_if_possible(self, mlp: nn.Module) -> nn.Module:
         """A fused MLP. If that is not possible, the same MLP: a fused layer calls it as it is."""
-        if mlp_children(mlp) is None:
+        mixture = mixture_children(mlp)
+        if mixture is None and mlp_children(mlp) is None:
             return mlp
         try:
-            return self.build_mlp(mlp)
+            if mixture is None:
+                return self.build_mlp(mlp)
+            if mixture.experts not in self._fused_experts:
+                return mlp
+            return build_mixture(mlp, self._kernels, self._checker)
         except Misfit as misfit:
             self.report.kept(_kind_of_mlp(mlp), str(misfit))
             self._kept_mlps.add(mlp)
@@ -381,7 +440,7 @@ class _Fuser:
         form = self._attention_form(attention, children, arguments)
         qkv = self._kernels.linear(list(children.qkv.values()))
         output = self._kernels.linear([children.output])
-        columns: Columns = "halves"
+        columns: AngleColumns = "halves"
         rotations: Sequence[Rotation] = ("none",)
         cos_sin = arguments.get("position_embeddings")
         if isinstance(cos_sin, tuple):
@@ -556,7 +615,9 @@ def _linear_paths(children: LayerChildren, *, fused_mlp: bool) -> LinearPaths:
 
 def _kind_of_mlp(mlp: nn.Module) -> str:
     children = mlp_children(mlp)
-    return "MLP" if children is None or not children.gated else "gated MLP"
+    if children is None:
+        return "mixture of experts"
+    return "gated MLP" if children.gated else "MLP"
 
 
 def _sizes(linear: Any) -> tuple[int, int]:

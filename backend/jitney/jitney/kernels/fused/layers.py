@@ -30,8 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction
-from jitney.kernels.fused.forms import AttentionForm, EndBranch, LayerKernels, Norm, RowFunction
-from jitney.kernels.fused.rotary import NO_ANGLES, Columns, CosSin, whole_rotary
+from jitney.kernels.fused.forms import (
+    AttentionForm,
+    EndBranch,
+    LayerKernels,
+    Norm,
+    RouterForm,
+    RowFunction,
+)
+from jitney.kernels.fused.rotary import NO_ANGLES, AngleColumns, CosSin, whole_rotary
 
 
 def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -73,6 +80,30 @@ class FusedMLP(nn.Module):
         return result.view(x.shape)
 
 
+class FusedMixture(nn.Module):
+    """A router, and the experts among which it chooses."""
+
+    def __init__(self, router: nn.Module, form: RouterForm, experts: nn.Module) -> None:
+        """``router`` gives a number for each expert; ``experts`` are ``LayerKernels.experts``."""
+        super().__init__()
+        self.router = router
+        self.form = form
+        self.experts: Any = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x is [..., hidden size]."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self._route(rows, None).view(x.shape)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The result plus ``other``, both [T, hidden size], rounded once."""
+        return self._route(x, other)
+
+    def _route(self, x: Tensor, other: Tensor | None) -> Tensor:
+        result: Tensor = self.experts.route(x, self.router(x), self.form, other)
+        return result
+
+
 class FusedAttention(nn.Module):
     """One product for query, key and value; attention; the output product."""
 
@@ -81,7 +112,7 @@ class FusedAttention(nn.Module):
         form: AttentionForm,
         qkv: nn.Module,
         output: nn.Module,
-        columns: Columns,
+        columns: AngleColumns,
         kernels: LayerKernels,
     ) -> None:
         """``columns``: which the model's rotary module gives."""
@@ -182,6 +213,8 @@ class FusedDecoderLayer(nn.Module):
         # first part. An MLP that is not fused cannot be divided: all of it is "the last product".
         self._first_part_of_mlp: RowFunction | None = None
         self._last_product: RowFunction = partial(call_mlp, mlp)
+        if isinstance(mlp, FusedMixture):
+            self._last_product = mlp
         if isinstance(mlp, FusedMLP):
             self._first_part_of_mlp = mlp.gated.forward
             self._last_product = mlp.down

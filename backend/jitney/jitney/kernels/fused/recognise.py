@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from jitney.execution.quantized import QuantizedLinear, is_linear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
@@ -44,6 +44,7 @@ _MLP_NAMES = (
     _MlpNames(first=("fc_in",), down="fc_out", gated=False),
     _MlpNames(first=("dense_h_to_4h",), down="dense_4h_to_h", gated=False),
 )
+_ROUTER_NAMES = ("gate", "router")
 _ATTENTION_NAMES = ("self_attn", "attn", "attention")
 
 _WITHOUT_EFFECT = (nn.Dropout, nn.Identity)
@@ -117,6 +118,26 @@ class MlpChildren:
 
 
 @dataclass(frozen=True)
+class ExpertsChildren:
+    """What a module of experts has: see ``LayerKernels.experts``."""
+
+    gate_up: Tensor
+    down: Tensor
+    activation: Any
+
+
+class MixtureChildren(NamedTuple):
+    """The children of a mixture of experts."""
+
+    router: Any
+    """It has a weight [experts, hidden size], and perhaps a bias."""
+    chosen: int
+    """To how many experts it sends a token."""
+    experts: Any
+    """Fused ones, or others."""
+
+
+@dataclass(frozen=True)
 class LayerChildren:
     """The children of a decoder layer. The norms are those of :class:`layers.LayerNorms`."""
 
@@ -169,6 +190,42 @@ def mlp_children(module: nn.Module) -> MlpChildren | None:
             down=down,
             down_name=names.down,
         )
+    return None
+
+
+def experts_children(module: nn.Module) -> ExpertsChildren | None:
+    """The weights of gated MLPs side by side, an activation, and nothing else."""
+    parameters = dict(module.named_parameters(recurse=False))
+    children = service_children(module)
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or len(children) != 1:
+        return None
+    ((name, activation),) = children.items()
+    if name not in _ACTIVATION_NAMES:
+        return None
+    gate_up = parameters["gate_up_proj"].detach()
+    down = parameters["down_proj"].detach()
+    if gate_up.dim() != 3 or down.dim() != 3:
+        return None
+    experts, hidden, inner = down.shape
+    if gate_up.shape != (experts, 2 * inner, hidden):
+        return None
+    return ExpertsChildren(gate_up=gate_up, down=down, activation=activation)
+
+
+def mixture_children(module: nn.Module) -> MixtureChildren | None:
+    """A router, experts that are fused, and nothing else."""
+    children = _children(module)
+    for name in _ROUTER_NAMES:
+        if children.keys() != {name, "experts"}:
+            continue
+        router: Any = children[name]
+        parameters = dict(router.named_parameters())
+        chosen = vars(router).get("top_k")
+        has_buffers = next(router.buffers(), None) is not None
+        is_known = list(parameters) in (["weight"], ["weight", "bias"]) and not has_buffers
+        if not is_known or not isinstance(chosen, int):
+            return None
+        return MixtureChildren(router, chosen, children["experts"])
     return None
 
 

@@ -4,8 +4,8 @@ A head has R rotated values. They are rotated in pairs, both values of a pair by
 two values are a pair is the layer's ``forms.Rotation``. Fused layers take cos and sin with a column
 for each of the R values. So both columns of a pair are equal.
 
-Rotary modules of transformers give their columns in one of three ways (:data:`Columns`), which need
-not be that of the layer's pairs: GLM has columns as for halves, and rotates neighbours.
+Rotary modules of transformers give their columns in one of three ways (:data:`AngleColumns`), which
+need not be that of the layer's pairs: GLM has columns as for halves, and rotates neighbours.
 
 Called by ``layers`` and ``fuse``.
 """
@@ -24,7 +24,7 @@ CosSin = tuple[Tensor, Tensor]
 Rotary = Callable[[Tensor, Tensor], CosSin]
 """A model's rotary module: (a tensor of the model's dtype and device, positions [1, T]) -> (cos,
 sin)."""
-Columns = Literal["once", "halves", "neighbours"]
+AngleColumns = Literal["once", "halves", "neighbours"]
 """Which columns a rotary module gives: R / 2, one for each pair; or R, whose second half repeats
 the first one; or R, each next to its equal."""
 NO_ANGLES: CosSin = (torch.empty(0), torch.empty(0))
@@ -32,9 +32,9 @@ NO_ANGLES: CosSin = (torch.empty(0), torch.empty(0))
 _MOST_TABLE_BYTES = 256 << 20
 
 
-def columns_of(cos: Tensor, head_size: int) -> Columns:
+def columns_of(cos: Tensor, head_size: int) -> AngleColumns:
     """Which columns cos [1, T, columns] has. Raises Misfit if it is wider than a head."""
-    found: Columns = "once"
+    found: AngleColumns = "once"
     first, second = cos.tensor_split(2, -1)
     if torch.equal(first, second):
         found = "halves"
@@ -46,7 +46,7 @@ def columns_of(cos: Tensor, head_size: int) -> Columns:
     return found
 
 
-def whole_rotary(made: CosSin, columns: Columns, rotation: Rotation) -> CosSin:
+def whole_rotary(made: CosSin, columns: AngleColumns, rotation: Rotation) -> CosSin:
     """cos and sin [T, R] for a layer of this rotation, of those that a rotary module made: [1, T,
     ...] with these columns."""
     if rotation == "none":
@@ -55,7 +55,7 @@ def whole_rotary(made: CosSin, columns: Columns, rotation: Rotation) -> CosSin:
     return _in_pairs(cos[0], columns, rotation), _in_pairs(sin[0], columns, rotation)
 
 
-def _in_pairs(angles: Tensor, columns: Columns, rotation: Rotation) -> Tensor:
+def _in_pairs(angles: Tensor, columns: AngleColumns, rotation: Rotation) -> Tensor:
     if columns == rotation:
         return angles
     if columns == "halves":
@@ -90,7 +90,7 @@ class RotaryTable:
 
 
 def rotary_table(
-    rotary: Rotary, columns: Columns, rotation: Rotation, length: int, like: Tensor
+    rotary: Rotary, columns: AngleColumns, rotation: Rotation, length: int, like: Tensor
 ) -> RotaryTable:
     """The table of positions 0 to ``length`` - 1. ``like`` has the model's dtype and device.
 

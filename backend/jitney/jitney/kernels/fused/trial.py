@@ -255,6 +255,12 @@ class Checker:
         """[1, T, width], normally distributed."""
         return torch.randn(1, self._tokens, width, generator=self._generator).to(self._like)
 
+    def chosen(self, experts: int) -> tuple[Tensor, Tensor]:
+        """For each token, two of so many experts, and random scores."""
+        numbers = torch.rand(self._tokens, experts, generator=self._generator)
+        scores, chosen = numbers.topk(min(2, experts))
+        return chosen.to(self._like.device), scores.to(self._like)
+
     def check(
         self,
         module: nn.Module,
@@ -294,6 +300,18 @@ class Checker:
         allowed = self._tolerance * float(right.float().norm())
         # Not ``difference > allowed``: that is false if one of them is NaN.
         if not difference <= allowed:
+            raise Misfit(f"{what} differs")
+
+    def check_most_rows(self, what: str, got: Tensor, right: Tensor) -> None:
+        """Raise Misfit unless more than half of the rows [T, width] are the same but for rounding.
+
+        For a router with its experts: where two of its numbers are nearly equal, a rounding sends a
+        token to another expert."""
+        if got.shape != right.shape:
+            raise Misfit(f"{what} has another shape")
+        differences = (got.float() - right.float()).norm(dim=-1)
+        allowed = self._tolerance * right.float().norm(dim=-1)
+        if not int((differences <= allowed).sum()) * 2 > len(right):
             raise Misfit(f"{what} differs")
 
     def _check_norms(self, what: str, got: Tensor, right: Tensor) -> None:

@@ -49,6 +49,9 @@ class AdaptedKernels(NamedTuple):
 class ModelKernels(LayerKernels, Protocol):
     """What a device computes a fused model with."""
 
+    runs_programs: bool
+    """Whether a step of a usual model, such as a Llama, is one native call."""
+
     def head(self, linear: Any, scaling: Scaling) -> nn.Module:
         """The output layer: ``linear``, which :meth:`linear` made, and what scales its result."""
 

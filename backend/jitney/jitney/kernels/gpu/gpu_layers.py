@@ -43,6 +43,8 @@ from jitney.kernels.gpu.norm_kernels import MOST_WIDTH, add_norm, gate, norm_in_
 class GpuLayerKernels:
     """The :class:`fused.whole_model.ModelKernels` of a GPU."""
 
+    runs_programs = False
+
     def __init__(self, *, batch_invariant: bool) -> None:
         """With ``batch_invariant``, no product is cuBLAS's."""
         self._batch_invariant = batch_invariant
@@ -80,6 +82,9 @@ class GpuLayerKernels:
             if merged_quantized is not None:
                 return merged_quantized
         return _SideBySide(products)
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: Activation) -> nn.Module:
+        raise Misfit("a GPU has no fused kernel for experts")
 
     def attention(self, form: AttentionForm) -> "GpuHeadAttention":
         if form.rotation != "halves":
