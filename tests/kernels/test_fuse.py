@@ -33,8 +33,7 @@ EXPECTED = {
     **dict.fromkeys(ARCHITECTURES, WHOLE),
     "gemma3": (3, 0, 1, True),
     "gemma3n": (0, 4, 36, False),
-    "gpt_neox": (0, 0, 0, False),
-    "gpt2": (0, 0, 0, False),
+    "gpt_neox": (0, 0, 5, False),
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 TOKENS = 9
@@ -107,11 +106,7 @@ def test_the_same_logits(tmp_path, name: str) -> None:
 def test_the_same_logits_in_16_bits(tmp_path, name: str) -> None:
     fused = fuse(load(tmp_path, name, "bfloat16"))
     assert fused.error < TOLERANCE["bfloat16"]
-    if name == "olmo2":
-        reason = "the angles of its rotary embedding are of another dtype"
-        assert fused.report.reasons[f"layer: {reason}"] == 2
-    else:
-        assert fused.counts == WHOLE
+    assert fused.counts == WHOLE
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
@@ -408,13 +403,27 @@ def some_angles(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor,
     return angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_rotary_table(half: bool) -> None:
-    table = rotary.rotary_table(some_angles, half, 100, torch.zeros(1))
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [([1.0, 0.1], "once"), ([1.0, 0.1, 1.0, 0.1], "halves"), ([1.0, 1.0, 0.1, 0.1], "neighbours")],
+)
+@pytest.mark.parametrize(
+    ("rotation", "wanted"),
+    [("halves", [1.0, 0.1, 1.0, 0.1]), ("neighbours", [1.0, 1.0, 0.1, 0.1])],
+)
+def test_columns_of_a_rotary_table(given: list, columns: str, rotation: str, wanted: list) -> None:
+    """A column for each rotated value, whichever way the module gives them."""
+
+    def angles(x: torch.Tensor, positions: torch.Tensor, by: list = given) -> tuple:
+        found = positions[..., None] * torch.tensor(by)
+        return found.cos(), found.sin()
+
     positions = torch.tensor([0, 99, 7])
-    right = [x[0] for x in some_angles(torch.zeros(1), positions[None])]
-    for got, one in zip(table[positions].unbind(1), right, strict=True):
-        assert torch.equal(got, torch.cat((one, one), -1) if half else one)
+    made = angles(torch.zeros(1), positions[None])
+    assert rotary.columns_of(made[0], 4) == columns
+    table = rotary.rotary_table(angles, columns, rotation, 100, torch.zeros(1))
+    right = angles(torch.zeros(1), positions, wanted)
+    assert all(map(torch.equal, table.at(positions), right))
 
 
 def test_no_table_where_the_longest_position_decides(tmp_path) -> None:
@@ -430,9 +439,10 @@ def test_no_table_where_the_longest_position_decides(tmp_path) -> None:
     assert fused.error < TOLERANCE["float32"]
 
 
-def test_no_table_that_is_too_large(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 1000)
+def test_a_table_that_would_be_too_large_ends_early(tmp_path, monkeypatch) -> None:
+    """The rotary module gives the positions behind it."""
+    monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", 1000)
     fused = fuse(load(tmp_path, "llama"))
-    assert fused.counts == (2, 0, 1, False)
-    assert "the table of its rotary embedding would take" in str(fused.report.reasons)
+    assert fused.counts == WHOLE
+    assert len(fused.report.forward.tables[0].angles) < INPUTS[1].max()
     assert fused.error < TOLERANCE["float32"]

@@ -32,6 +32,7 @@ SMALL = [
         "| small | lfm2 |",
     ),
     ("benchmarks.loading", "--quantization none --repeats 1 --threads 1", "| m100 |"),
+    ("benchmarks.architectures.speed", "--types gemma2 --turns 1", "| gemma2 |"),
 ]
 
 

@@ -75,6 +75,7 @@ def run_all(model: LoadedModel, adapters) -> torch.Tensor:
         pytest.param("llama", "int4", False, marks=pytest.mark.slow),
         pytest.param("qwen3", "none", False, marks=pytest.mark.slow),
         pytest.param("phi3", "none", False, marks=pytest.mark.slow),
+        ("gemma2", "none", False),  # norms behind the branches
         ("llama", "none", True),
         ("llama", "int8", True),
         pytest.param("llama", "int4", True, marks=pytest.mark.slow),

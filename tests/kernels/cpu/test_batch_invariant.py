@@ -6,6 +6,7 @@ import torch
 from jitney.engine.assemble import load_runner
 from jitney.errors import ConfigError
 from jitney.execution.runner import TorchRunner
+from jitney.kernels.fused import rotary
 from jitney.messages import Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
@@ -77,7 +78,10 @@ MORE_KINDS: list[tuple[str, dict[str, object]]] = [
     ("llama", {"quantization": "int4"}),
     ("gemma3", {"dtype": "float32"}),  # norms behind the branches; no native call
     ("mistral", {}),  # a window
-    ("olmo2", {}),  # transformers' layers: cos and sin from a table
+    ("gemma2", {}),  # capped scores and logits
+    ("olmo2", {}),
+    ("gpt2", {}),  # layer norms
+    ("mixtral", {}),  # experts
 ]
 
 
@@ -126,15 +130,21 @@ def check(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixtral", r"model.layers.0.mlp.* computes aten"),
+        ("gpt_oss", r"model.layers.0.mlp.* computes aten"),
         ("gemma3n", r"computes aten.pow"),
-        ("gemma2", r"computes aten.tanh"),
-        ("gpt2", r"computes aten"),
+        ("gpt_neox", r"computes aten"),
     ],
 )
 def test_what_does_not_hold_it_is_refused_by_name(tmp_path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"batch_invariant is true, but .*{message}"):
         load_runner(options(tmp_path, name))
+
+
+def test_a_table_of_angles_that_ends_early_is_refused(tmp_path, monkeypatch) -> None:
+    """torch computes the angles behind it, in a way that depends on the step's other positions."""
+    monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", 6400)
+    with pytest.raises(ConfigError, match=r"max_model_len is 1280, but must be at most 36 with"):
+        load_runner(options(tmp_path, "llama"))
 
 
 def test_plain_torch_is_refused(tmp_path) -> None:
@@ -156,8 +166,8 @@ def test_bytes_in_float32_are_refused_by_name(tmp_path) -> None:
 
 def test_adapters_need_a_native_call(tmp_path) -> None:
     (tmp_path / "adapters").mkdir()
-    with pytest.raises(ConfigError, match="a step of this model is no native call"):
-        load_runner(options(tmp_path, "gemma3", adapters=str(tmp_path / "adapters")))
+    with pytest.raises(ConfigError, match="a step of this model with adapters is no native"):
+        load_runner(options(tmp_path, "gpt2", adapters=str(tmp_path / "adapters")))
 
 
 def test_adapters_need_a_cache_that_the_native_call_reads(tmp_path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jitney.kernels.fused.forms import ACTIVATIONS, Activation
+from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Scaling
 from jitney.kernels.fused.trial import relative_error
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 from jitney.kernels.cpu import column_linear, processor
 from jitney.kernels.cpu.column_linear import (
     ColumnLinear,
+    ScaledColumns,
     compiled_conversion,
     compiled_product,
     fits_columns,
@@ -81,6 +82,40 @@ def test_gated(rows, activation) -> None:
         right = functional.gelu(gate, approximate="tanh") * up
     layer = ColumnLinear(weight, bias, activation)
     assert relative_error(layer(x), right) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
+def test_activation_without_a_gate(rows, activation) -> None:
+    weight = normal(96, 64) * 0.3
+    bias = normal(96, seed=1)
+    x = normal(1, rows, 64)
+    other = normal(1, rows, 96, seed=2)
+    plain = functional.linear(x.float(), weight.float(), bias.float())
+    layer = ColumnLinear(weight, bias, activation, gated=False)
+    assert relative_error(layer(x), ACTIVATIONS[activation](plain)) < TOLERANCE
+    right = ACTIVATIONS[activation](plain + other.float())
+    assert relative_error(layer.plus(x, other), right) < TOLERANCE
+
+
+def test_a_factor_on_the_product_alone() -> None:
+    weight = normal(64, 64)
+    bias = normal(64, seed=1)
+    x = normal(1, 5, 64)
+    other = normal(1, 5, 64, seed=2)
+    plain = functional.linear(x.float(), weight.float(), bias.float())
+    got = ColumnLinear(weight, bias).plus(x, other, Scaling(factor=0.22))
+    assert relative_error(got, plain * 0.22 + other.float()) < TOLERANCE
+
+
+def test_capped_logits() -> None:
+    weight = normal(64, 64)
+    x = normal(1, 5, 64) * 10
+    scaling = Scaling(factor=0.5, softcap=20.0)
+    right = torch.tanh(functional.linear(x.float(), weight.float()) * 0.5 / 20.0) * 20.0
+    got = ScaledColumns(ColumnLinear(weight, None), scaling)(x)
+    assert relative_error(got, right) < TOLERANCE
+    assert right.abs().max() > 19.9, "which would prove nothing"
 
 
 def test_activation_at_extremes() -> None:

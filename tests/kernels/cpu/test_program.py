@@ -7,8 +7,10 @@ from jitney.engine.assemble import load_model
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep, forward_module
 from jitney.execution.memory import make_layer_caches
+from jitney.kernels.fused import rotary
 from jitney.kernels.fused.fuse import fuse
 from jitney.kernels.fused.trial import relative_error
+from jitney.kernels.fused.whole_model import FusedForward
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
 from jitney.read_config import make_config
@@ -171,11 +173,31 @@ def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> No
     assert room >= 64 * program._head.converted_row_bytes
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2", "mixtral"])
-def test_other_forms_run_kernel_by_kernel(tmp_path, name: str) -> None:
-    """With norms behind the branches, sinks, or experts."""
-    fused = fuse(load(tmp_path, name).module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
-    assert fused is None or fused.program is None
+def test_a_load_says_why_a_step_is_no_native_call(tmp_path, caplog) -> None:
+    """And what that costs. gpt-oss has experts of its own kind."""
+    model = load(tmp_path, "gpt_oss")
+    report = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256)
+    assert report.forward.program is None
+    report.applied(model)
+    assert "no native call: its MLP is of another kind. At hidden size 256 such" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # one table, and two
+def test_a_short_table_of_angles_changes_no_bit(tmp_path, monkeypatch, name: str) -> None:
+    """Steps behind its end, and before, and behind it again."""
+    whole = run(fuse_whole(load(tmp_path, name)), load(tmp_path, name))
+    monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", 3000)
+    model = load(tmp_path, name)
+    forward = fuse_whole(model)
+    assert not any(table.is_whole for table in forward.tables)
+    for _ in range(2):
+        assert torch.equal(run(forward, model), whole)
+
+
+def fuse_whole(model: LoadedModel) -> FusedForward:
+    forward = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
+    assert isinstance(forward.program, LayerProgram)
+    return forward
 
 
 def test_other_steps_run_kernel_by_kernel(tmp_path) -> None:

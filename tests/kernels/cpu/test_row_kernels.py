@@ -7,6 +7,7 @@ pytest.importorskip("numba")
 
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 from jitney.kernels.fused.forms import AttentionForm, HeadNorms, NormForm
+from jitney.kernels.fused.rotary import NO_ANGLES
 from jitney.kernels.fused.trial import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -44,6 +45,28 @@ def test_norm(dtype, kernels, width: int, rows: int) -> None:
     assert torch.equal(x, kept)
 
 
+@pytest.mark.parametrize("width", [15, 40, 768])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm(dtype, kernels, width: int, has_bias: bool) -> None:
+    """Of rows whose mean is far larger than what is left of them."""
+    scale = normal(width, seed=1)
+    bias = normal(width, seed=2) if has_bias else None
+    norm = kernels.norm(NormForm(scale, 1e-5, centred=True, bias=bias))
+    x = (normal(1, 9, width) + 10.0).to(dtype)
+    right = torch.nn.functional.layer_norm(x.float(), [width], scale, bias, 1e-5)
+    assert relative_error(norm(x), right) < 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [40, 768])
+def test_norm_plus_residual(dtype, kernels, width: int) -> None:
+    scale = normal(width, seed=1)
+    norm = kernels.norm(NormForm(scale, 1e-5))
+    x = normal(9, width).to(dtype)
+    other = normal(9, width, seed=3).to(dtype)
+    right = normed(x.float(), scale, 1e-5) + other.float()
+    assert relative_error(norm.plus(x, other), right) < TOLERANCE[dtype]
+
+
 def test_norm_of_a_strided_input(dtype, kernels) -> None:
     norm = kernels.norm(NormForm(torch.ones(32), 1e-5))
     x = normal(4, 5, 64).to(dtype)[:, :, 16:48]
@@ -69,6 +92,55 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     low, high = turned.chunk(2, -1)
     cross = torch.cat([-high, low], -1)
     return torch.cat([turned * cos[:, None] + cross * sin[:, None], rest], -1)
+
+
+def between_halves(x: torch.Tensor, rotary: int) -> torch.Tensor:
+    """The neighbours among the first ``rotary`` values moved to the two halves of these."""
+    turned = x[..., :rotary]
+    return torch.cat([turned[..., 0::2], turned[..., 1::2], x[..., rotary:]], -1)
+
+
+@pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (128, 32), (20, 6)])
+@pytest.mark.parametrize("angles_dtype", ["the data's", "float32"])
+def test_rotation_of_neighbours(dtype, kernels, head_size, rotary, angles_dtype) -> None:
+    """That of halves, of values in another order."""
+    form = AttentionForm(0, 3, 2, head_size, 1.0, None, None, None, rotation="neighbours")
+    x = normal(5, 7 * head_size).to(dtype)
+    before = x.clone().view(5, 7, head_size)
+    angles = normal(5, rotary // 2, seed=2)
+    wanted = dtype if angles_dtype == "the data's" else torch.float32
+    cos, sin = (each.to(wanted).repeat_interleave(2, 1) for each in (angles.cos(), angles.sin()))
+    kernels.attention(form).norm_and_rotate(x, cos, sin)
+    got = between_halves(x.view(5, 7, head_size)[:, :5], rotary)
+    halves = [each.float()[:, 0::2].repeat(1, 2) for each in (cos, sin)]
+    right = rotated(between_halves(before[:, :5].float(), rotary), *halves)
+    assert relative_error(got, right) < TOLERANCE[dtype]
+    assert torch.equal(x.view(5, 7, head_size)[:, 5:], before[:, 5:])
+
+
+def test_float32_angles_are_not_rounded(kernels, dtype) -> None:
+    """Angles that the data's type would round to 1 and 0."""
+    form = AttentionForm(0, 1, 1, 32, 1.0, None, None, None)
+    x = torch.cat([torch.ones(1, 16), torch.full((1, 80), 512.0)], 1).to(dtype)
+    cos = torch.full((1, 32), 1.0)
+    sin = torch.full((1, 32), 1.0 + 2.0**-9)
+    kernels.attention(form).norm_and_rotate(x, cos, sin)
+    assert (x[0, :16] == 1.0 - 512.0 - 1.0).all()
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_heads_without_rotary_embedding(kernels, dtype, norms: bool) -> None:
+    """Their angles are not read."""
+    scale = normal(32, seed=3)
+    forms = HeadNorms(NormForm(scale, 1e-5), NormForm(scale, 1e-5)) if norms else None
+    form = AttentionForm(0, 2, 1, 32, 1.0, None, None, None, forms, rotation="none")
+    x = normal(5, 4 * 32).to(dtype)
+    before = x.clone().view(5, 4, 32)
+    kernels.attention(form)(x, *NO_ANGLES, lambda call: call.query)
+    right = before[:, :3].float()
+    if norms:
+        right = normed(right, scale, 1e-5)
+    assert relative_error(x.view(5, 4, 32)[:, :3], right) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (128, 32), (24, 24), (20, 6)])

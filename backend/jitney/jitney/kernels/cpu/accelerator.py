@@ -26,7 +26,9 @@ from jitney.kernels.cpu.own_weights import layers_read_by_others
 from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.kernels.fused.invariant import check_invariant
+from jitney.kernels.fused.rotary import SURPLUS
 from jitney.kernels.fused.rotary_lookup import look_up_rotary
+from jitney.kernels.fused.whole_model import FusedForward
 from jitney.messages import ModelInfo
 
 _INPUTS_MULTIPLE = 32
@@ -153,9 +155,20 @@ class CpuAccelerator:
                 report.kept("rotary embedding", str(misfit))
         faster = report.applied(model)
         if invariant:
+            self._check_tables(report.forward, model.max_model_len)
             check_invariant(module, report.forward, on_gpu=False)
             self._check_adapters_invariant(model, faster)
         return faster
+
+    def _check_tables(self, forward: FusedForward | None, length: int) -> None:
+        """Raises ConfigError if a table of angles ends early. torch computes those behind it, and
+        the last bit of a cosine depends on where in a vector it is computed."""
+        tables = [] if forward is None else forward.tables
+        for table in tables:
+            if not table.is_whole:
+                most = len(table.angles) - SURPLUS
+                bound = f"at most {most} with batch_invariant: later angles depend on the batch"
+                raise ConfigError.of("max_model_len", length, bound)
 
     def _check_adapters_invariant(self, model: LoadedModel, faster: LoadedModel) -> None:
         """Raises ConfigError if torch might compute adapters, as its products depend on the batch.
@@ -165,7 +178,10 @@ class CpuAccelerator:
         if not model.sites:
             return
         if faster.pack is None:
-            bound = "left out with batch_invariant: a step of this model is no native call"
+            bound = (
+                "left out with batch_invariant: a step of this model with adapters is no native "
+                "call"
+            )
             raise ConfigError.of("adapters", self._config.adapters, bound)
         held = cache_dtype(self._config, model.dtype, torch.device("cpu"))
         if held not in (model.dtype, torch.int8):

@@ -35,7 +35,7 @@ from jitney.kernels.cpu.processor import may_use_amx
 from jitney.kernels.cpu.product_call import ACTIVATIONS, ITEMS_PER_WEIGHT, ProductCall
 from jitney.kernels.cpu.product_kernel import product_body
 from jitney.kernels.cpu.simd import I4
-from jitney.kernels.fused.forms import Activation
+from jitney.kernels.fused.forms import Activation, Scaling
 
 _ROW_MULTIPLE = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}
 """A row of a weight of this dtype must have a multiple of so many elements.
@@ -60,9 +60,11 @@ def compiled_conversion(tag: Any) -> Kernel:
     return Kernel(lambda address: convert_body(tag, address))
 
 
-def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
-    """Whether there can be a :class:`ColumnLinear` of this weight and ``activation``. It needs AVX2
-    at least; it does not need the tile unit."""
+def fits_columns(
+    weight: Tensor, activation: Activation | None = None, *, gated: bool = True
+) -> bool:
+    """Whether there can be a :class:`ColumnLinear` of these. It needs AVX2 at least; it does not
+    need the tile unit."""
     multiple = _ROW_MULTIPLE.get(weight.dtype)
     if multiple is None or not host_has("avx2"):
         return False
@@ -71,7 +73,7 @@ def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
     # Sums of more products of bytes might not fit into an int32.
     if weight.dtype == torch.int8 and weight.shape[1] > MOST_BYTE_INPUTS:
         return False
-    if activation is None:
+    if activation is None or not gated:
         return True  # the outputs are filled up with zeros to whole pairs of columns
     # Those of gate and up are not filled up: zeros behind gate would be a gap between the two. So
     # both must have whole pairs of columns, a multiple of 32 outputs. (Whole columns would do here.
@@ -79,11 +81,15 @@ def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
     return weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
 
 
+_UNSCALED = Scaling()
+
+
 class ColumnLinear(nn.Module):
     """``x @ weight.T + bias`` in bfloat16, or in float32. The result is rounded once, at the end.
 
     With an activation, ``weight`` [2 N, K] is that of a gate and, below it, that of up. The result
-    [..., N] is ``activation(gate) * up``.
+    [..., N] is ``activation(gate) * up``. If it is not ``gated``, the result is the activation of
+    the sum.
 
     A row's result depends on that row alone. How its K products are summed up depends on the
     weight:
@@ -105,9 +111,11 @@ class ColumnLinear(nn.Module):
         activation: Activation | None = None,
         scale: Tensor | None = None,
         input_factors: Tensor | None = None,
+        *,
+        gated: bool = True,
     ) -> None:
         super().__init__()
-        gated = activation is not None
+        gated = gated and activation is not None
         packed = pack_weight(weight, bias, scale, gated=gated)
         outputs = weight.shape[0]
         pairs = len(packed.columns) // 2
@@ -115,10 +123,12 @@ class ColumnLinear(nn.Module):
         inputs_per_element = 2 if weight.dtype == torch.uint8 else 1
         self.in_features = weight.shape[1] * inputs_per_element
         self.out_features = outputs // 2 if gated else outputs
+        self.is_gated = gated
         self.width = filled_outputs // 2 if gated else filled_outputs
         """Numbers in a row of the result: ``out_features`` filled up to whole pairs of columns."""
         self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         """Of x and the result."""
+        self.tag = packed.tag
         self._product = compiled_product(packed.tag)
         self._convert: Kernel | None = None
         self.converted_row_bytes = 0
@@ -138,6 +148,8 @@ class ColumnLinear(nn.Module):
             pairs_per_item=max(1, pairs // ITEMS_PER_WEIGHT),
             out_stride=self.dtype.itemsize * self.width,
             activation=ACTIVATIONS[activation],
+            gated=gated,
+            factor=1.0,
             bias=_address(packed.bias),
             use_tiles=int(may_use_amx() and self.dtype == torch.bfloat16),
             tail=packed.tail,
@@ -150,16 +162,27 @@ class ColumnLinear(nn.Module):
         """x is [..., in_features]."""
         return self.plus(x, None)
 
-    def calls(self, x: int, *, out: int, other: int, spare: int) -> list[tuple[Kernel, KernelCall]]:
+    def calls(
+        self,
+        x: int,
+        *,
+        out: int,
+        other: int,
+        spare: int,
+        scaling: Scaling = _UNSCALED,
+    ) -> list[tuple[Kernel, KernelCall]]:
         """The kernels of a call, and their arguments except for the number of rows (``count``).
 
         ``x``, ``out`` and ``other`` are addresses of contiguous rows; if ``other`` is 0, nothing is
-        added. At ``spare`` is memory that is overwritten: ``converted_row_bytes`` for each row.
+        added. The product is scaled first. At ``spare`` is memory that is overwritten:
+        ``converted_row_bytes`` for each row.
         """
         product = ProductCall.from_buffer_copy(self._call)
         product.x = x
         product.out = out
         product.other = other
+        product.factor = scaling.factor
+        product.softcap = scaling.softcap or 0.0
         if self._convert is None:
             return [(self._product, product)]
         product.x = spare
@@ -176,13 +199,13 @@ class ColumnLinear(nn.Module):
         )
         return [(self._convert, convert), (self._product, product)]
 
-    def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
-        """The result, plus ``other`` [..., out_features] if there is one. With an activation,
-        ``other`` [..., 2 * out_features] is added to gate and up."""
+    def plus(self, x: Tensor, other: Tensor | None, scaling: Scaling = _UNSCALED) -> Tensor:
+        """The scaled result, plus ``other`` [..., out_features] if there is one. It is added before
+        an activation; if gated, ``other`` is [..., 2 * out_features], for gate and up."""
         assert x.dtype == self.dtype
         x = x.contiguous()
-        # The kernel adds rows that are ``width`` wide: ``other`` is filled up. (Not so with an
-        # activation, where ``width`` is ``out_features``: see fits_columns.)
+        # The kernel adds rows that are ``width`` wide: ``other`` is filled up. (Not so if gated,
+        # where ``width`` is ``out_features``: see fits_columns.)
         if other is not None and self.width > self.out_features:
             other = functional.pad(other, (0, self.width - self.out_features))
         out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
@@ -191,7 +214,11 @@ class ColumnLinear(nn.Module):
         rows = x.numel() // self.in_features
         spare = torch.empty(rows * self.converted_row_bytes, dtype=torch.uint8)
         calls = self.calls(
-            x.data_ptr(), out=out.data_ptr(), other=_address(other), spare=spare.data_ptr()
+            x.data_ptr(),
+            out=out.data_ptr(),
+            other=_address(other),
+            spare=spare.data_ptr(),
+            scaling=scaling,
         )
         for kernel, call in calls:
             call.count = rows
@@ -199,9 +226,9 @@ class ColumnLinear(nn.Module):
         return self.without_filling(out)
 
     def _in_order(self, other: Tensor, out: Tensor) -> Tensor:
-        """``other`` as the kernel reads it: with an activation, 16 numbers of gate and 16 of up by
+        """``other`` as the kernel reads it: if gated, 16 numbers of gate and 16 of up by
         turns, as the weight's columns are."""
-        if self._call.activation:
+        if self._call.gated:
             assert other.shape[-1] == 2 * self.width
             by_column = other.unflatten(-1, (2, -1, LANES))  # [..., gate or up, column, 16]
             other = by_column.transpose(-3, -2).flatten(-3)
@@ -214,6 +241,18 @@ class ColumnLinear(nn.Module):
         if self.width == self.out_features:
             return out
         return out[..., : self.out_features].contiguous()
+
+
+class ScaledColumns(nn.Module):
+    """A :class:`ColumnLinear` whose result is scaled, as that of an output layer may be."""
+
+    def __init__(self, linear: ColumnLinear, scaling: Scaling) -> None:
+        super().__init__()
+        self.linear = linear
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear.plus(x, None, self.scaling)
 
 
 def _address(tensor: Tensor | None) -> int:

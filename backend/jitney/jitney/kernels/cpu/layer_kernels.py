@@ -5,7 +5,7 @@ Called by ``accelerator``, which hands it to ``fused``. Imported only where Numb
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from jitney.execution.low_rank import Part
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
-from jitney.kernels.cpu.column_linear import ColumnLinear, fits_columns
+from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns, fits_columns
 from jitney.kernels.cpu.compiled import Kernel
+from jitney.kernels.cpu.experts import FusedExperts
 from jitney.kernels.cpu.latent_layer import CpuLatentLayer
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm, norm_rotary_body
@@ -31,10 +32,17 @@ from jitney.kernels.fused.forms import (
     Norm,
     NormForm,
     RowFunction,
+    Scaling,
 )
+from jitney.kernels.fused.layers import FusedMixture
 from jitney.kernels.fused.products import merged_linears
 from jitney.kernels.fused.state_forms import StateForm
-from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
+from jitney.kernels.fused.whole_model import (
+    AdaptedKernels,
+    FusedForward,
+    Places,
+    ScaledHead,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class CpuLayerKernels:
         self._dtype = dtype
         self._rows = rows
         self._batch_invariant = batch_invariant
+        # See ``linear``: otherwise the products of float32 are oneDNN's.
+        self.runs_programs = dtype != torch.float32 or batch_invariant
         tag = TAGS[dtype]
         self._rows_kernel = Kernel(lambda address: norm_rotary_body(tag, address))
         # Asked once for each dtype: it tries to pack a weight.
@@ -70,13 +80,17 @@ class CpuLayerKernels:
         """See :class:`fused.whole_model.ModelKernels`, here and below."""
         return RowNorm(form, self._dtype, self._rows_kernel)
 
-    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+    def linear(
+        self, products: Sequence[Any], activation: Activation | None = None, *, gated: bool = True
+    ) -> nn.Module:
         joined = _join(products)
         weight = joined.weight
         # Our own product comes first, but for float32, where oneDNN's is as fast.
         wants_ours = weight.dtype != torch.float32 or self._batch_invariant
-        if wants_ours and fits_columns(weight, activation):
-            return ColumnLinear(weight, joined.bias, activation, joined.scale, joined.factors)
+        if wants_ours and fits_columns(weight, activation, gated=gated):
+            return ColumnLinear(
+                weight, joined.bias, activation, joined.scale, joined.factors, gated=gated
+            )
         # oneDNN has no products of quantized weights, and its sums depend on the batch.
         if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
@@ -85,7 +99,17 @@ class CpuLayerKernels:
             raise Misfit(reason)
         if activation is None:
             return PackedLinear(weight, joined.bias, self._rows)
+        if not gated:
+            return _Activated(PackedLinear(weight, joined.bias, self._rows), activation)
         return _split_gate(joined, activation, self._rows)
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: Activation) -> FusedExperts:
+        if not fits_columns(gate_up[0], activation) or not fits_columns(down[0]):
+            raise Misfit("there is no product of ours for its dtype, sizes and activation")
+        return FusedExperts(
+            gated=[ColumnLinear(weight, None, activation) for weight in gate_up],
+            down=[ColumnLinear(weight, None) for weight in down],
+        )
 
     def attention(self, form: AttentionForm) -> CpuAttentionLayer:
         return CpuAttentionLayer(form, self._dtype, self._rows_kernel)
@@ -96,8 +120,10 @@ class CpuLayerKernels:
     def states(self, form: StateForm) -> CpuStateLayer:
         return CpuStateLayer(form, self._dtype)
 
-    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
-        add = _sum_of(product, branch_norm)
+    def end_branch(
+        self, product: RowFunction, branch_norm: Norm, norm: Norm, factor: float = 1.0
+    ) -> EndBranch:
+        add = _sum_of(product, branch_norm, factor)
 
         def end(x: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
             """(norm(sum), sum); without a norm, the sum twice."""
@@ -110,7 +136,14 @@ class CpuLayerKernels:
 
         return end
 
-    def program(self, model: FusedForward) -> LayerProgram | None:
+    def head(self, linear: Any, scaling: Scaling) -> nn.Module:
+        if scaling == Scaling():
+            return linear
+        if isinstance(linear, ColumnLinear):
+            return ScaledColumns(linear, scaling)
+        return ScaledHead(linear, scaling)
+
+    def program(self, model: FusedForward) -> LayerProgram:
         return LayerProgram.of(model)
 
     def adapted_program(
@@ -119,8 +152,9 @@ class CpuLayerKernels:
         # What cannot be a program without adapters cannot be one with them.
         if model.program is None:
             return None
-        program = LayerProgram.of(model, places)
-        if program is None:
+        try:
+            program = LayerProgram.of(model, places)
+        except Misfit:
             return None
         return AdaptedKernels(pack=program.pack, program=program)
 
@@ -150,13 +184,19 @@ def _join(products: Sequence[Any]) -> _Weights:
     return _Weights(plain.weight, plain.bias)
 
 
-def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, residual) -> residual + norm(product(x))."""
+def _sum_of(product: RowFunction, norm: Norm, factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, residual) -> residual + norm(product(x)) * factor."""
     if norm is not None:
-        kernel = norm.kernel
-        return lambda x, residual: residual + kernel(product(x))
+        if factor != 1.0:
+            raise Misfit("it has a norm and a factor behind a branch")
+        kernel: Any = norm.kernel
+        return lambda x, residual: kernel.plus(product(x), residual)
     # These add in their epilogue, before the result is written.
-    if isinstance(product, (PackedLinear, ColumnLinear)):
+    if isinstance(product, ColumnLinear):
+        return partial(product.plus, scaling=Scaling(factor))
+    if factor != 1.0:
+        return lambda x, residual: residual + product(x) * factor
+    if isinstance(product, (PackedLinear, FusedMixture)):
         return product.plus
     return lambda x, residual: residual + product(x)
 
@@ -171,6 +211,23 @@ def _split_gate(joined: _Weights, activation: Activation, rows: int) -> "_SplitG
     gate = PackedLinear(gate_weight, gate_bias, rows)
     up = PackedLinear(up_weight, up_bias, rows)
     return _SplitGate(gate, up, activation)
+
+
+class _Activated(nn.Module):
+    """activation(product(x)), in the epilogue of the product."""
+
+    def __init__(self, product: PackedLinear, activation: Activation) -> None:
+        super().__init__()
+        self.product = product
+        self._activation: Activation = activation
+        self._activated = product.activated
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._activated(x, self._activation)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """As :meth:`forward`, with ``other`` [T, outputs] added before the activation."""
+        return ACTIVATIONS[self._activation](self.product.plus(x, other))
 
 
 class _SplitGate(nn.Module):

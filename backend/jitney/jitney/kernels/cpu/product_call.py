@@ -25,7 +25,15 @@ RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
 NONE = 0
 SILU = 1
 GELU_TANH = 2
-ACTIVATIONS: dict[Activation | None, int] = {None: NONE, "silu": SILU, "gelu_tanh": GELU_TANH}
+GELU = 3
+RELU = 4
+ACTIVATIONS: dict[Activation | None, int] = {
+    None: NONE,
+    "silu": SILU,
+    "gelu_tanh": GELU_TANH,
+    "gelu": GELU,
+    "relu": RELU,
+}
 
 
 @record
@@ -55,15 +63,22 @@ class ProductCall(KernelCall):
     pairs_per_item: int
     """How many of them an item has. Its rows are ROWS_PER_ITEM."""
     out: int
-    """Address of the result: [count, N], or [count, N / 2] with an activation."""
+    """Address of the result: [count, N], or [count, N / 2] if it is gated."""
     out_stride: int
     """Bytes from row to row."""
     activation: int
-    """NONE, SILU or GELU_TANH. With an activation, the first column of a pair is a gate's and the
-    second one its up's, and the pair gives 16 outputs: activation(gate) * up."""
+    """NONE, or one of the others in ACTIVATIONS."""
+    gated: int
+    """1: the first column of a pair is a gate's and the second one its up's, and the pair gives 16
+    outputs: activation(gate) * up. 0: it gives 32, each the activation of its sum."""
+    factor: float
+    """The product, with its bias, is multiplied by this."""
+    softcap: float
+    """If not 0: what ``factor`` gives becomes ``softcap * tanh(that / softcap)``."""
     other: int
-    """Address of [count, N] in the result's type, which is added to the product. It is in the order
-    of the weight's columns: with an activation, 16 numbers of gate and 16 of up by turns."""
+    """Address of [count, N] in the result's type, which is added to the product times ``factor``.
+    It is in the order of the weight's columns: if gated, 16 numbers of gate and 16 of up by turns.
+    """
     bias: int
     """Address of float32 [N]."""
     use_tiles: int

@@ -15,17 +15,27 @@ from jitney.kernels.cpu.convert_kernel import (
     TAIL_VALUES,
 )
 from jitney.kernels.cpu.emit import LANES, UNIT_BYTES, VECTOR_BYTES
-from jitney.kernels.cpu.product_call import NONE, PAIR_ROW_BYTES, SILU
+from jitney.kernels.cpu.product_call import (
+    GELU,
+    NONE,
+    PAIR_ROW_BYTES,
+    RELU,
+    SILU,
+)
 from jitney.kernels.cpu.simd import (
     BF16,
     F32,
     F32_TYPE,
+    LOG2_E,
     ONE,
+    ZERO,
     element_bytes,
+    exp2,
     fma,
     inlined,
     inner,
     is_i8,
+    larger,
     load,
     load_as,
     load_difference,
@@ -35,14 +45,43 @@ from jitney.kernels.cpu.simd import (
     sigmoid,
     splat,
     store_as,
+    with_sign_of,
 )
 
 
 @inner
+def error_function(x):
+    """erf(x), within 2e-7: formula 7.1.26 of Abramowitz and Stegun (1964). For NaN, NaN."""
+    size = larger(splat(ZERO) - x, x)
+    t = splat(ONE) / fma(size, splat(np.float32(0.3275911)), splat(ONE))
+    p = splat(np.float32(1.061405429))
+    p = fma(p, t, splat(np.float32(-1.453152027)))
+    p = fma(p, t, splat(np.float32(1.421413741)))
+    p = fma(p, t, splat(np.float32(-0.284496736)))
+    p = fma(p, t, splat(np.float32(0.254829592)))
+    rest = p * t * exp2(splat(ZERO) - x * x * splat(LOG2_E))
+    return with_sign_of(splat(ONE) - rest, x)
+
+
+@inner
+def soft_cap(x, cap):
+    """cap * tanh(x / cap). For NaN, NaN."""
+    two = splat(np.float32(2.0))
+    caps = splat(cap)
+    return caps * (two * sigmoid(two * x / caps) - splat(ONE))
+
+
+@inner
 def activate(kind, x):
-    """SiLU, or GELU by its tanh formula: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))."""
+    """SiLU; ReLU; GELU; or GELU by its tanh formula, which is
+    x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)). For NaN, NaN."""
     if kind == SILU:
         return x * sigmoid(x)
+    if kind == RELU:
+        return larger(splat(ZERO), x)
+    if kind == GELU:
+        half = x * splat(np.float32(0.5))
+        return fma(half, error_function(x * splat(np.float32(0.7071067811865476))), half)
     inside = fma(x * x, splat(np.float32(0.044715)), splat(ONE)) * x
     return x * sigmoid(inside * splat(np.float32(1.5957691216057308)))
 
@@ -100,7 +139,8 @@ def finish(tag, call, pair, first_row, rows, sums):
     """Make outputs of the sums [rows, 32] of one pair at ``sums``, and write them to rows
     ``first_row``, ``first_row`` + 1, ... of the layer's result."""
     out_tag = result_tag(tag)
-    gated = call.activation != NONE
+    gated = call.gated != 0
+    factor = splat(call.factor)
     out_column_bytes = LANES * element_bytes(out_tag)  # 16 numbers in a row of the result
     bias = call.bias + pair * PAIR_ROW_BYTES
     for m in range(rows):
@@ -115,6 +155,11 @@ def finish(tag, call, pair, first_row, rows, sums):
         if call.bias != 0:
             a = a + load(bias)
             b = b + load(bias + VECTOR_BYTES)
+        a = a * factor
+        b = b * factor
+        if call.softcap != ZERO:
+            a = soft_cap(a, call.softcap)
+            b = soft_cap(b, call.softcap)
         if call.other != 0:
             # It has all N numbers of the product: if gated, twice those of the result.
             other_stride = call.out_stride * 2 if gated else call.out_stride
@@ -127,6 +172,9 @@ def finish(tag, call, pair, first_row, rows, sums):
             store_as(out_tag, out + pair * out_column_bytes, activate(call.activation, a) * b)
         else:
             # A pair gives 32 numbers of the result.
+            if call.activation != NONE:
+                a = activate(call.activation, a)
+                b = activate(call.activation, b)
             pair_out = out + pair * 2 * out_column_bytes
             store_as(out_tag, pair_out, a)
             store_as(out_tag, pair_out + out_column_bytes, b)

@@ -54,7 +54,7 @@ into the first-level cache beside the rows: with more, the tile unit would wait 
 cache."""
 _COLUMNS_AHEAD = 2
 """While vectors multiply a pair, the next pair is prefetched: two columns further on."""
-_LISTED_COLUMNS = 2 + _COLUMNS_AHEAD
+LISTED_COLUMNS = 2 + _COLUMNS_AHEAD
 
 
 # --------------------------------------------------------------------------- a pair by tiles
@@ -104,7 +104,7 @@ def multiply_by_vectors(tag, call, pair, first, end, memory):
     sums = memory
     column_list = memory + RESULT_BYTES
     # The pair's two columns, and behind them those that are prefetched.
-    for n in range(_LISTED_COLUMNS):
+    for n in range(LISTED_COLUMNS):
         column = call.weight + (2 * pair + n) * call.column_bytes
         store_i64(column_list + n * I64_BYTES, column)
     # The same number of rows in each turn, or one more: 7 are 3 and 4, not 6 and 1.
@@ -179,4 +179,4 @@ def make_body(multiply: Any, extra_bytes: int) -> Any:
     return body
 
 
-product_body = make_body(multiply_pair, extra_bytes=_LISTED_COLUMNS * I64_BYTES)
+product_body = make_body(multiply_pair, extra_bytes=LISTED_COLUMNS * I64_BYTES)

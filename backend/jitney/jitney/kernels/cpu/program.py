@@ -15,7 +15,13 @@ width]. The names are those of ``program_list.Activations``::
     normed    -> product "gated"             -> inside
     inside    -> product "down" + middle     -> states, the input of the next layer
 
-In a layer that keeps states, ``state_layer``'s kernels stand between projected and mixed.
+In a layer that keeps states, ``state_layer``'s kernels stand between projected and mixed; in one
+that attends over latents, ``latent_layer``'s.
+
+This is a Llama. A norm that a layer does not have is left out; one behind a branch stands between
+its product and the sum. In a parallel layer, what gives ``inside`` reads what ``qkv`` reads, or the
+norm of ``states``. Experts, and their router before them, stand in place of the last two products.
+
 Behind all layers come the last norm and the head, of the tokens whose logits are asked for. If a
 product takes another form of its input, a conversion stands before it (``convert_kernel``). With
 adapters, two kernels stand before each product (``adapter_kernel``).
@@ -26,6 +32,7 @@ thread calls it; activations are kept between calls. Imported only where Numba i
 
 import ctypes
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -40,7 +47,7 @@ from jitney.execution.state_slots import StateSlots
 from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
 from jitney.kernels.cpu.adapter_table import PackedAdapter, pack_adapter
 from jitney.kernels.cpu.attention_records import AttentionArguments
-from jitney.kernels.cpu.column_linear import ColumnLinear
+from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns
 from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.latent_layer import OF_STEP, PRODUCT_OF_STEP, prepare_latents
@@ -48,10 +55,9 @@ from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_fit import (
-    can_be_adapted,
-    can_run_layer,
+    check_adapters,
+    check_layer,
     fits_cache,
-    have_whole_columns,
     spare_floats,
     widths_of,
 )
@@ -68,9 +74,14 @@ from jitney.kernels.cpu.program_list import (
     AdapterMemory,
     KernelList,
     LayerKind,
+    ListedKernel,
     products_of,
 )
 from jitney.kernels.cpu.state_records import ROW_FIELDS
+from jitney.kernels.cpu.step_rotation import StepRotation
+from jitney.kernels.fused.forms import Misfit
+from jitney.kernels.fused.layers import FusedMixture
+from jitney.kernels.fused.rotary import RotaryTable
 from jitney.kernels.fused.states import FusedStates
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
@@ -126,6 +137,8 @@ class _Memory:
     records: np.ndarray
     """int64 [kernels, RECORD_FIELDS], in the order in which the kernels run: those of the layers,
     of the last norm, and of the head if it is a ColumnLinear."""
+    rows_per_token: np.ndarray | int
+    """Of each kernel of the layers, or of all: see ``ListedKernel``."""
     num_layer_kernels: int
     """How many of these, the first ones, are of the layers."""
     kinds: list[_AttentionKind]
@@ -135,6 +148,9 @@ class _Memory:
     """int64 [row kernels]"""
     latent_kernels: dict[int, _LatentKernels]
     """By the number of heads."""
+    rotations: list[StepRotation]
+    kept: list[object]
+    """What records point to and nothing else owns."""
     adapted: AdaptedSteps | None
 
 
@@ -151,8 +167,13 @@ class LayerProgram:
         # The most columns that the A factors of a product had in any step so far. A column is 16
         # ranks.
         self._most_rank_columns = 0
-        self._embedding = model.embed.weight.detach()
-        self._table = model.tables[0]
+        self._input_rows = model.input_rows
+        self._embedding: Tensor = model.input_rows.embed.weight.detach()
+        self._tables: Sequence[RotaryTable] = model.tables
+        self._table_of_layer: Sequence[int | None] = model.table_of_layer
+        # A whole table has no later positions.
+        lengths = [len(table.angles) for table in model.tables if table.is_whole]
+        self._most_positions = min(lengths, default=sys.maxsize)
         self._layers = model.layers
         self._last_norm: RowNorm = model.norm.kernel
         self._head = model.head
@@ -170,25 +191,18 @@ class LayerProgram:
             self._expand = Kernel(lambda address: expand_body(address))
 
     @classmethod
-    def of(
-        cls, model: FusedForward, places: Sequence[Places] | None = None
-    ) -> "LayerProgram | None":
-        """A program of ``model``; None if it has parts that a program cannot run.
+    def of(cls, model: FusedForward, places: Sequence[Places] | None = None) -> "LayerProgram":
+        """A program of ``model``. Raises Misfit if it has parts that a program cannot run.
 
         With ``places``, the linear layers that adapters may change in each layer, the program is
         one of steps with adapters.
         """
-        if not have_whole_columns(places or ()):
-            return None
-        if len(model.tables) != 1 or type(model.embed) is not nn.Embedding:
-            return None
-        # The kernels of adapters have no other dtype.
-        if places is not None and model.embed.weight.dtype != torch.bfloat16:
-            return None
-        if not all(map(can_run_layer, model.layers)):
-            return None
-        if places is not None and not can_be_adapted(model.layers):
-            return None
+        if not model.input_rows.is_table:
+            raise Misfit("its embedding is no plain table")
+        for layer in model.layers:
+            check_layer(layer)
+        if places is not None:
+            check_adapters(model, places)
         return cls(model, places)
 
     def pack(self, factors: Mapping[str, Factors]) -> PackedAdapter:
@@ -199,8 +213,7 @@ class LayerProgram:
         """Whether the program can run a step with this attention."""
         if not isinstance(paged, PagedStep):
             return False
-        # The table of angles has no later positions.
-        if paged.meta.max_context_len > self._table.shape[0]:
+        if paged.meta.max_context_len > self._most_positions:
             return False
         if self._has_states and paged.cache is None:
             return False
@@ -240,16 +253,18 @@ class LayerProgram:
         assert num_asked <= tokens
         memory = self._memory_for(tokens, paged.meta.adapted)
         activations = memory.activations
-        torch.index_select(self._embedding, 0, ids, out=activations.states[:tokens])
         activations.indices[0, :tokens] = paged.meta.positions
+        self._fill_states(activations.states[:tokens], ids, paged.meta.positions)
         activations.indices[1, :num_asked] = indices
         memory.records[:, COUNTERS] = 0
-        memory.records[: memory.num_layer_kernels, COUNT] = tokens
+        memory.records[: memory.num_layer_kernels, COUNT] = tokens * memory.rows_per_token
         # Behind the layers, only the tokens whose logits are asked for.
         memory.records[memory.num_layer_kernels :, COUNT] = num_asked
         # Attention and adapters count items, not tokens: they set their own counts.
         if memory.adapted is not None:
             memory.adapted.fill_in(paged.meta.adapted, tokens)
+        for rotation in memory.rotations:
+            rotation.fill_in(paged.meta.positions, paged.meta.max_context_len)
         self._prepare_attention(memory, paged, tokens)
         if paged.cache is not None:
             rows = paged.cache.row_table
@@ -262,15 +277,25 @@ class LayerProgram:
             of_step = (latent_step.lanes, latent_step.patterns)
             memory.records[kernels.products, PRODUCT_OF_STEP] = of_step
         normed = activations.normed[:num_asked]
-        if not isinstance(self._head, ColumnLinear):
+        head = _columns_of(self._head)
+        if head is None:
             self._run()
             logits: Tensor = self._head(normed)
             return logits
         # The head is the last kernel.
-        filled = torch.empty(num_asked, self._head.width, dtype=normed.dtype)
+        filled = torch.empty(num_asked, head.width, dtype=normed.dtype)
         memory.records[-1, _OUT] = filled.data_ptr()
         self._run()
-        return self._head.without_filling(filled)
+        return head.without_filling(filled)
+
+    def _fill_states(self, states: Tensor, ids: Tensor, positions: Tensor) -> None:
+        """Write what the first layer reads: see :class:`InputRows`, which computes the same."""
+        rows = self._input_rows
+        torch.index_select(self._embedding, 0, ids, out=states)
+        if rows.factor != 1.0:
+            states.mul_(rows.factor)
+        if rows.positions is not None:
+            states.add_(rows.positions.index_select(0, positions))
 
     def _run(self) -> None:
         self._call.arrived = 0
@@ -317,7 +342,7 @@ class LayerProgram:
             layers=self._layers,
             caches=self._caches,
             states=self._states,
-            table=self._table,
+            tables=[None if n is None else self._tables[n].angles for n in self._table_of_layer],
             norm_rotary=self._last_norm.machine_code,
             adapter_memory=adapter_memory,
             shrink=None if adapter_memory is None else self._shrink,
@@ -338,19 +363,38 @@ class LayerProgram:
             tokens=tokens,
             activations=listed.activations,
             records=records,
+            rows_per_token=_rows_per_token(listed.kernels[:num_layer_kernels]),
             num_layer_kernels=num_layer_kernels,
             kinds=[
                 _AttentionKind(kind, write=_index_of(kind.writes), attend=_index_of(kind.attends))
                 for kind in listed.kinds.values()
             ],
             row_kernels=_index_of([items.kernel for items in listed.row_items]),
+            items_per_row=np.array([items.per_row for items in listed.row_items], np.int64),
             latent_kernels={
                 heads: _LatentKernels(_index_of(kernels.attention), _index_of(kernels.products))
                 for heads, kernels in listed.latent_kernels.items()
             },
-            items_per_row=np.array([items.per_row for items in listed.row_items], np.int64),
+            rotations=self._short_rotations(records, listed.rotating, tokens),
+            kept=[*listed.kept, *listed.expert_memories.values()],
             adapted=adapted,
         )
+
+    def _short_rotations(
+        self, records: np.ndarray, rotating: Sequence[Sequence[int]], tokens: int
+    ) -> list[StepRotation]:
+        """Those of the layers whose tables are not whole. ``rotating``: by layer, the indices of
+        the kernels that rotate."""
+        rotations = []
+        for index, table in enumerate(self._tables):
+            if table.is_whole:
+                continue
+            kernels: list[int] = []
+            for used, of_layer in zip(self._table_of_layer, rotating, strict=True):
+                if used == index:
+                    kernels += of_layer
+            rotations.append(StepRotation(table, records, kernels, tokens))
+        return rotations
 
     def _activations(self, tokens: int) -> Activations:
         """Memory for so many tokens."""
@@ -365,6 +409,7 @@ class LayerProgram:
             states=empty(size),
             middle=empty(size),
             normed=empty(size),
+            branch=empty(size),
             projected=empty(widths.projected),
             convolved=empty(widths.convolved),
             low=empty(widths.low),
@@ -381,22 +426,40 @@ class LayerProgram:
         """Bytes of a row that a conversion makes for a product, the most of all products."""
         most = 0
         for layer in self._layers:
-            for product in products_of(layer):
+            for product in products_of(layer).values():
                 most = max(most, product.converted_row_bytes)
-        if isinstance(self._head, ColumnLinear):
-            most = max(most, self._head.converted_row_bytes)
+            if isinstance(layer.mlp, FusedMixture):
+                router: Any = layer.mlp.router
+                most = max(most, router.converted_row_bytes)
+        head = _columns_of(self._head)
+        if head is not None:
+            most = max(most, head.converted_row_bytes)
         return most
 
     def _adapter_memory(self, tokens: int) -> AdapterMemory | None:
         """Memory for what adapters add; None if the program has no adapters."""
         if self._places is None:
             return None
-        qkv, output, gated, down = products_of(self._layers[0])
+        products = products_of(self._layers[0])
+        widest = max(product.width for product in products.values())
         # A gated product adds to gate and to up.
-        widest = max(qkv.width, output.width, 2 * gated.width, down.width)
+        widest = max(widest, 2 * products["gated"].width)
         dtype = self._embedding.dtype
         return AdapterMemory(
             added=torch.empty(tokens, widest, dtype=dtype),
             shrunk=torch.empty(tokens, self._most_rank_columns * LANES, dtype=dtype),
             tokens=np.zeros((tokens, 3), np.int64),
         )
+
+
+def _columns_of(head: nn.Module) -> ColumnLinear | None:
+    """The product of an output layer, if it is ours."""
+    if isinstance(head, ScaledColumns):
+        return head.linear
+    return head if isinstance(head, ColumnLinear) else None
+
+
+def _rows_per_token(kernels: Sequence[ListedKernel]) -> np.ndarray | int:
+    rows = [listed.rows_per_token for listed in kernels]
+    # Most models have no experts. NumPy writes a single number faster than as many of them.
+    return np.array(rows) if max(rows) > 1 else 1

@@ -13,13 +13,20 @@ from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.emit import LANES
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.program_list import products_of, projection_of
+from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.latents import FusedLatents
-from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, Mixer
+from jitney.kernels.fused.layers import (
+    FusedAttention,
+    FusedDecoderLayer,
+    FusedMixture,
+    FusedMLP,
+    Mixer,
+)
 from jitney.kernels.fused.states import FusedStates
-from jitney.kernels.fused.whole_model import Places
+from jitney.kernels.fused.whole_model import FusedForward, Places
 
 
-def have_whole_columns(places: Sequence[Places]) -> bool:
+def _have_whole_columns(places: Sequence[Places]) -> bool:
     """Whether each linear layer that adapters may change gives whole columns of a product's result.
     (A ``Part`` counts single outputs, a column is 16 of them.)"""
     for places_of_layer in places:
@@ -30,33 +37,41 @@ def have_whole_columns(places: Sequence[Places]) -> bool:
     return True
 
 
-def can_run_layer(layer: FusedDecoderLayer) -> bool:
-    """Whether a program can run all parts of the layer."""
-    norms = layer.norms
-    # One norm before each branch, and none behind.
-    if norms.attention is None or norms.mlp is None:
-        return False
-    if norms.after_attention is not None or norms.after_mlp is not None:
-        return False
-    if not isinstance(layer.mlp, FusedMLP):
-        return False
-    # The arguments that the program writes down have no sinks.
-    if isinstance(layer.mixer, FusedAttention) and layer.mixer.form.sinks is not None:
-        return False
-    for product in products_of(layer):
+def check_layer(layer: FusedDecoderLayer) -> None:
+    """Raise Misfit if a program cannot run all parts of the layer."""
+    if isinstance(layer.mlp, FusedMixture):
+        if not isinstance(layer.mlp.router, ColumnLinear):
+            raise Misfit("the product of its router is torch's")
+        if layer.wiring.factor != 1.0:
+            raise Misfit("it has a factor on what its experts give")
+    elif not isinstance(layer.mlp, FusedMLP):
+        raise Misfit("its MLP is of another kind")
+    for product in products_of(layer).values():
         if not isinstance(product, ColumnLinear):
-            return False
+            raise Misfit("its products are torch's")
         # Rows that are filled up would have to be cut between two kernels.
         if product.width != product.out_features:
-            return False
-    return True
+            raise Misfit("its products have no whole pairs of columns")
 
 
-def can_be_adapted(layers: Sequence[FusedDecoderLayer]) -> bool:
-    """Whether a program can have adapters for the products of these layers: its tables of adapters
-    take all layers to be alike."""
-    shapes = [_shape(layer) for layer in layers]
-    return all(shape == shapes[0] for shape in shapes)
+def check_adapters(model: FusedForward, places: Sequence[Places]) -> None:
+    """Raise Misfit if a program of this model cannot have adapters."""
+    if not _have_whole_columns(places):
+        raise Misfit("adapters change layers that are no whole columns")
+    # The kernels of adapters have no other dtype.
+    if model.input_rows.embed.weight.dtype != torch.bfloat16:
+        raise Misfit("adapters are bfloat16")
+    for layer in model.layers:
+        if not isinstance(layer.mixer, FusedAttention) or not isinstance(layer.mlp, FusedMLP):
+            raise Misfit("adapters change layers with states, latents or experts")
+        # What these add to a product is not scaled with it, and is in the order of gate and up.
+        gated: Any = layer.mlp.gated
+        if layer.wiring.factor != 1.0 or not gated.is_gated:
+            raise Misfit("adapters change layers with a factor, or without a gate")
+    # The tables of adapters take all layers to have the same kernels.
+    shapes = [_shape(layer) for layer in model.layers]
+    if any(shape != shapes[0] for shape in shapes):
+        raise Misfit("adapters change layers of different sizes or norms")
 
 
 class _ProductShape(NamedTuple):
@@ -68,10 +83,12 @@ class _ProductShape(NamedTuple):
     """Whether a conversion stands before it."""
 
 
-def _shape(layer: FusedDecoderLayer) -> list[_ProductShape]:
+def _shape(layer: FusedDecoderLayer) -> list[object]:
     """What must be the same in all layers."""
-    shapes = []
-    for product in products_of(layer):
+    shapes: list[object] = [layer.wiring.parallel]
+    shapes += [norm is not None for norm in layer.norms]
+    shapes.append(isinstance(layer.mixer, FusedAttention) and layer.mixer.form.is_gated)
+    for product in products_of(layer).values():
         has_conversion = product.converted_row_bytes > 0
         shapes.append(_ProductShape(product.in_features, product.width, has_conversion))
     return shapes
@@ -119,12 +136,13 @@ def widths_of(layers: Sequence[FusedDecoderLayer]) -> Widths:
     over_latents: list[Any] = [mixer for mixer in mixers if isinstance(mixer, FusedLatents)]
     low: list[Any] = [mixer.query_low for mixer in over_latents if mixer.query_low is not None]
     outputs: list[Any] = [mixer.output for mixer in mixers]
-    mlps: list[Any] = [layer.mlp for layer in layers]
+    # Experts have memory of their own.
+    mlps: list[Any] = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedMLP)]
     return Widths(
         projected=max(projection_of(mixer).out_features for mixer in mixers),
         convolved=max((mixer.form.conv.channels for mixer in states), default=0),
         low=max((product.out_features for product in low), default=0),
         latent=max((mixer.latent.out_features for mixer in over_latents), default=0),
         mixed=max(output.in_features for output in outputs),
-        inside=max(mlp.down.in_features for mlp in mlps),
+        inside=max((mlp.down.in_features for mlp in mlps), default=0),
     )

@@ -17,18 +17,28 @@ from jitney.execution.state_slots import StateSlots
 from jitney.kernels.cpu.adapter_kernel import EXPAND_ITEMS, LowRankCall
 from jitney.kernels.cpu.adapter_table import ENTRY_FIELDS, GATED, PRODUCTS, list_tokens
 from jitney.kernels.cpu.attention_records import AttentionArguments
-from jitney.kernels.cpu.column_linear import ColumnLinear
+from jitney.kernels.cpu.column_linear import ColumnLinear, ScaledColumns
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.experts import ExpertMemory, FusedExperts
 from jitney.kernels.cpu.latent_kernel import LatentCall
 from jitney.kernels.cpu.latent_layer import CpuLatentLayer
-from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm
+from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, NormRotaryCall, RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention, kind_of, set_layer
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import BODY, COUNT, RECORD_FIELDS
 from jitney.kernels.cpu.state_layer import CpuStateLayer, StateMemory
+from jitney.kernels.fused.forms import FusedNorm, Norm, Scaling
 from jitney.kernels.fused.latents import FusedLatents
-from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, Mixer
+from jitney.kernels.fused.layers import (
+    FusedAttention,
+    FusedDecoderLayer,
+    FusedMixture,
+    FusedMLP,
+    LayerNorms,
+    Mixer,
+)
+from jitney.kernels.fused.rotary import NO_ANGLES, CosSin
 from jitney.kernels.fused.states import FusedStates, states_of
 from jitney.kernels.fused.whole_model import Places
 
@@ -43,6 +53,8 @@ class ListedKernel(NamedTuple):
 
     kernel: Kernel
     arguments: ctypes.Structure
+    rows_per_token: int = 1
+    """``count`` is so many times the number of tokens, unless the kernel counts items."""
 
 
 # --------------------------------------------------------------------------- memory
@@ -60,6 +72,8 @@ class Activations:
     normed: Tensor
     """The result of a norm. That of the norm behind all layers has only the tokens whose logits are
     asked for."""
+    branch: Tensor
+    """What a branch gives, where a norm follows before it is added to the residual."""
     projected: Tensor
     """The result of a layer's first product: query, key and value, or what a layer with states
     reads. A layer whose product is narrower than others' has its rows one behind the other."""
@@ -74,7 +88,7 @@ class Activations:
     mixed: Tensor
     """The same of attention, of all heads, or of a recurrence."""
     inside: Tensor
-    """activation(gate) * up, inside the MLP."""
+    """activation(gate) * up, inside the MLP; without a gate, activation(up)."""
     indices: Tensor
     """int64 [2, tokens]: the position of each token; and the indices of the tokens whose logits are
     asked for."""
@@ -193,8 +207,9 @@ class KernelList:
     caches: Sequence[LayerCache]
     states: StateSlots | None
     """None: no layer keeps any."""
-    table: Tensor
-    """cos and sin of all positions."""
+    tables: Sequence[Tensor | None]
+    """By layer: cos and sin of each position, [positions, 2, R]. None: the layer has no rotary
+    embedding."""
     norm_rotary: Kernel
     """The kernel of ``norm_rotary_kernel``."""
     adapter_memory: AdapterMemory | None
@@ -209,38 +224,51 @@ class KernelList:
     row_items: list[RowItems] = field(default_factory=list)
     latent_kernels: dict[int, LatentKernels] = field(default_factory=dict)
     """By the number of heads."""
+    rotating: list[list[int]] = field(default_factory=list)
+    """By layer: the indices of the kernels that rotate. A layer may have none."""
+    expert_memories: dict[tuple[int, ...], ExpertMemory] = field(default_factory=dict)
+    """By the sizes of the experts and their router."""
+    kept: list[object] = field(default_factory=list)
+    """Memory that arguments point to and that nothing else owns."""
     products: list[_ProductInLayer] = field(default_factory=list)
     """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
     def add_layer(self, number: int) -> None:
         """All kernels of a decoder layer."""
         layer = self.layers[number]
+        norms: LayerNorms = layer.norms
         states = self.activations.states.data_ptr()
         middle = self.activations.middle.data_ptr()
-        normed = self.activations.normed.data_ptr()
         projected = self.activations.projected.data_ptr()
         mixed = self.activations.mixed.data_ptr()
         inside = self.activations.inside.data_ptr()
+        self.rotating.append([])
         # states -> normed -> projected
-        self._add_norm(layer.norms.attention.kernel, x=states, out=normed)
+        x = self._add_norm_if_any(norms.attention, x=states)
         if isinstance(layer.mixer, FusedLatents):
-            self._add_latent_products(layer.mixer)
+            self._add_latent_products(layer.mixer, x=x)
         else:
-            self._add_product(number, "qkv", x=normed, out=projected)
+            self._add_product(number, "qkv", x=x, out=projected)
         # projected -> mixed
         if isinstance(layer.mixer, FusedStates):
             self._add_states(layer.mixer)
         elif isinstance(layer.mixer, FusedLatents):
-            self._add_latents(layer.mixer)
+            self._add_latents(number, layer.mixer)
         else:
-            self._add_attention(layer.mixer)
+            self._add_attention(number, layer.mixer)
         # mixed + states -> middle
-        self._add_product(number, "output", x=mixed, out=middle, other=states)
+        self._add_end(number, "output", norms.after_attention, x=mixed, residual=states, out=middle)
         # middle -> normed -> inside
-        self._add_norm(layer.norms.mlp.kernel, x=middle, out=normed)
-        self._add_product(number, "gated", x=normed, out=inside)
+        if not layer.wiring.parallel:
+            x = self._add_norm_if_any(norms.mlp, x=middle)
+        elif norms.mlp is not None:
+            x = self._add_norm_if_any(norms.mlp, x=states)
+        if isinstance(layer.mlp, FusedMixture):
+            self._add_mixture(layer.mlp, norms.after_mlp, x=x, residual=middle, out=states)
+            return
+        self._add_product(number, "gated", x=x, out=inside)
         # inside + middle -> states, the input of the next layer
-        self._add_product(number, "down", x=inside, out=states, other=middle)
+        self._add_end(number, "down", norms.after_mlp, x=inside, residual=middle, out=states)
 
     def add_end(self, last_norm: RowNorm, head: Any) -> None:
         """The last norm, of the tokens whose logits are asked for, and the head if it is ours."""
@@ -248,9 +276,11 @@ class KernelList:
         normed = self.activations.normed.data_ptr()
         asked = self.activations.indices[1].data_ptr()
         self._add_norm(last_norm, x=states, out=normed, index=asked)
+        # Where the head's result goes is said in each step.
         if isinstance(head, ColumnLinear):
-            # Where its result goes is said in each step.
             self._add_linear(head, x=normed, out=0, other=0)
+        elif isinstance(head, ScaledColumns):
+            self._add_linear(head.linear, x=normed, out=0, other=0, scaling=head.scaling)
 
     def records(self) -> np.ndarray:
         """int64 [kernels, RECORD_FIELDS]: see ``program_kernel``."""
@@ -277,30 +307,110 @@ class KernelList:
             adapted.append(product)
         return adapted
 
-    def _add(self, kernel: Kernel, arguments: ctypes.Structure) -> None:
-        self.kernels.append(ListedKernel(kernel, arguments))
+    def _add(self, kernel: Kernel, arguments: ctypes.Structure, rows_per_token: int = 1) -> None:
+        self.kernels.append(ListedKernel(kernel, arguments, rows_per_token))
 
-    def _add_norm(self, norm: RowNorm, *, x: int, out: int, index: int = 0) -> None:
-        """The norm of whole rows."""
-        self._add(self.norm_rotary, norm.call_for(x, out, index))
+    def _add_norm(self, norm: RowNorm, *, x: int, out: int, index: int = 0, other: int = 0) -> None:
+        """The norm of whole rows, plus ``other``."""
+        self._add(self.norm_rotary, norm.call_for(x, out, index=index, other=other))
 
-    def _add_linear(self, linear: ColumnLinear, *, x: int, out: int, other: int) -> None:
+    def _add_norm_if_any(self, norm: Norm, *, x: int) -> int:
+        """The norm before a branch. Returns the address of what the branch reads."""
+        if norm is None:
+            return x
+        normed = self.activations.normed.data_ptr()
+        self._add_norm(_row_norm(norm), x=x, out=normed)
+        return normed
+
+    def _add_end(
+        self, number: int, name: str, norm: Norm, *, x: int, residual: int, out: int
+    ) -> None:
+        """The end of a branch: its last product, its norm if it has one, and the sum."""
+        if norm is None:
+            self._add_product(number, name, x=x, out=out, other=residual)
+            return
+        branch = self.activations.branch.data_ptr()
+        self._add_product(number, name, x=x, out=branch)
+        self._add_norm(_row_norm(norm), x=branch, out=out, other=residual)
+
+    def _add_mixture(
+        self, mixture: FusedMixture, norm: Norm, *, x: int, residual: int, out: int
+    ) -> None:
+        """A router, its experts, their norm if there is one, and the sum."""
+        memory = self._expert_memory(mixture)
+        router: Any = mixture.router
+        experts: FusedExperts = mixture.experts
+        self._add_linear(router, x=x, out=memory.numbers.data_ptr(), other=0)
+        branch = self.activations.branch.data_ptr()
+        steps = [experts.choose_step(memory, mixture.form)]
+        if norm is None:
+            steps += experts.steps(memory, x=x, out=out, other=residual)
+        else:
+            steps += experts.steps(memory, x=x, out=branch, other=0)
+        for step in steps:
+            self._add(step.kernel, step.arguments, step.rows_per_token)
+            self.kept.append(step.owned)
+        if norm is not None:
+            self._add_norm(_row_norm(norm), x=branch, out=out, other=residual)
+
+    def _expert_memory(self, mixture: FusedMixture) -> ExpertMemory:
+        """The memory that mixtures of these sizes share."""
+        router: Any = mixture.router
+        experts: FusedExperts = mixture.experts
+        sizes = (
+            mixture.form.chosen,
+            experts.experts,
+            experts.inner_width,
+            experts.converted_row_bytes,
+            router.width,
+        )
+        if sizes not in self.expert_memories:
+            tokens = len(self.activations.states)
+            self.expert_memories[sizes] = experts.memory(
+                tokens, mixture.form.chosen, numbers_width=router.width
+            )
+        return self.expert_memories[sizes]
+
+    def _add_linear(
+        self,
+        linear: ColumnLinear,
+        *,
+        x: int,
+        out: int,
+        other: int,
+        scaling: Scaling = Scaling(),  # noqa: B008  (it cannot be changed)
+    ) -> None:
         """The kernels of a linear layer: its product, and before it, if the product needs one, the
         kernel that brings x into another form."""
         spare = self.activations.converted.data_ptr()
-        for kernel, arguments in linear.calls(x, out=out, other=other, spare=spare):
+        calls = linear.calls(x, out=out, other=other, spare=spare, scaling=scaling)
+        for kernel, arguments in calls:
             self._add(kernel, arguments)
 
-    def _add_attention(self, mixer: FusedAttention) -> None:
+    def _angles(self, number: int) -> CosSin:
+        """cos and sin of each position for this layer, [positions, R]."""
+        table = self.tables[number]
+        if table is None:
+            return NO_ANGLES
+        cos, sin = table.unbind(1)
+        return cos, sin
+
+    def _add_rotation(self, number: int, call: NormRotaryCall) -> None:
+        """A kernel that normalises, or rotates, or both."""
+        if call.rotary_size > 0:
+            self.rotating[number].append(len(self.kernels))
+        self._add(self.norm_rotary, call)
+
+    def _add_attention(self, number: int, mixer: FusedAttention) -> None:
         """The norms and the rotary embedding of a layer's heads, what writes K and V, what attends,
         and the gates of the heads, if it has any."""
         kernel: Any = mixer.kernel
         attention: CpuAttentionLayer = kernel
         product: Any = mixer.qkv
         qkv = _rows(self.activations.projected, product.out_features)
-        cos, sin = self.table.unbind(1)
+        cos, sin = self._angles(number)
         positions = self.activations.indices[0].data_ptr()
-        self._add(self.norm_rotary, attention.call_for(qkv, cos, sin, positions))
+        self._add_rotation(number, attention.call_for(qkv, cos, sin, positions))
 
         form = mixer.form
         mixed = self.activations.mixed.data_ptr()
@@ -308,6 +418,10 @@ class KernelList:
         assert isinstance(cache.attend, CpuAttention)
         attention_call = form.call(*form.split(qkv))
         arguments = AttentionArguments()
+        if form.sinks is not None:
+            sinks = form.sinks.detach().float().contiguous()
+            self.kept.append(sinks)
+            arguments.sinks = sinks.data_ptr()
         set_layer(
             arguments,
             attention_call.query,
@@ -327,32 +441,30 @@ class KernelList:
         if attention.gate is not None:
             self._add(attention.gate, attention.gate_call(qkv, mixed))
 
-    def _add_latent_products(self, mixer: FusedLatents) -> None:
+    def _add_latent_products(self, mixer: FusedLatents, *, x: int) -> None:
         """The products that give queries and latents."""
-        normed = self.activations.normed.data_ptr()
-        query_input = normed
+        query_input = x
         if mixer.query_low is not None:
             assert mixer.query_norm is not None
             low = self.activations.low.data_ptr()
-            norm: Any = mixer.query_norm.kernel
-            self._add_linear(_own(mixer.query_low), x=normed, out=low, other=0)
-            self._add_norm(norm, x=low, out=low)
+            self._add_linear(_own(mixer.query_low), x=x, out=low, other=0)
+            self._add_norm(_row_norm(mixer.query_norm), x=low, out=low)
             query_input = low
         projected = self.activations.projected.data_ptr()
         latent = self.activations.latent.data_ptr()
         self._add_linear(_own(mixer.query), x=query_input, out=projected, other=0)
-        self._add_linear(_own(mixer.latent), x=normed, out=latent, other=0)
+        self._add_linear(_own(mixer.latent), x=x, out=latent, other=0)
 
-    def _add_latents(self, mixer: FusedLatents) -> None:
+    def _add_latents(self, number: int, mixer: FusedLatents) -> None:
         """The norm of latents, the rotary embedding, and attention."""
         kernel: Any = mixer.kernel
         layer: CpuLatentLayer = kernel
         query = _rows(self.activations.projected, _own(mixer.query).out_features)
         latent = _rows(self.activations.latent, _own(mixer.latent).out_features)
-        cos, sin = self.table.unbind(1)
+        cos, sin = self._angles(number)
         positions = self.activations.indices[0].data_ptr()
         for call in layer.norm_rotary_calls(query, latent, cos, sin, positions):
-            self._add(self.norm_rotary, call)
+            self._add_rotation(number, call)
         memory = layer.memory(
             query,
             latent,
@@ -389,15 +501,18 @@ class KernelList:
 
     def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
         """The product of layer ``number`` that has this ``name`` in ``Places``. Its result is
-        ``x`` times the weight, plus ``other``.
+        ``x`` times the weight, plus ``other``. Before it is added to that, the last product of a
+        branch is multiplied by the layer's factor.
 
         If there are adapters, two kernels come before it. They write the sum of ``other`` and of
         the adapters' products to ``AdapterMemory.added``. The product then adds that instead."""
         product_index = Places._fields.index(name)
-        linear = products_of(self.layers[number])[product_index]
+        linear = products_of(self.layers[number])[name]
         memory = self.adapter_memory
         if memory is None:
-            self._add_linear(linear, x=x, out=out, other=other)
+            ends_branch = name in ("output", "down")
+            factor = self.layers[number].wiring.factor if ends_branch else 1.0
+            self._add_linear(linear, x=x, out=out, other=other, scaling=Scaling(factor))
             return
         shrink = len(self.kernels)
         self._add_low_rank(number, product_index, linear, memory, x=x, other=other)
@@ -453,15 +568,24 @@ class KernelList:
         self._add(self.expand, expand)
 
 
-def products_of(layer: FusedDecoderLayer) -> list[Any]:
-    """A layer's products: four in the order of ``Places``, and behind them those of latents."""
+def _row_norm(norm: FusedNorm) -> RowNorm:
+    kernel = norm.kernel
+    assert isinstance(kernel, RowNorm)
+    return kernel
+
+
+def products_of(layer: FusedDecoderLayer) -> dict[str, Any]:
+    """A layer's products: by their names in ``Places``, and behind them those of latents. Those of
+    experts are not among them."""
     mixer = layer.mixer
-    mlp: Any = layer.mlp
-    products = [projection_of(mixer), mixer.output, mlp.gated, mlp.down]
+    products: dict[str, Any] = {"qkv": projection_of(mixer), "output": mixer.output}
+    if isinstance(layer.mlp, FusedMLP):
+        products["gated"] = layer.mlp.gated
+        products["down"] = layer.mlp.down
     if isinstance(mixer, FusedLatents):
-        products.append(mixer.latent)
+        products["latent"] = mixer.latent
         if mixer.query_low is not None:
-            products.append(mixer.query_low)
+            products["query_low"] = mixer.query_low
     return products
 
 

@@ -347,6 +347,33 @@ def seen(builder, score, key, first, last):
     return builder.select(inside, score, constant(f32x, -2e30))
 
 
+@emitted(vector, vector, vector)
+def with_sign_of(builder, value, sign):
+    """The lanes of ``value`` with the signs of those of ``sign``."""
+    return call_llvm(builder, "llvm.copysign.v16f32", f32x, [value, sign])
+
+
+@emitted(vector, vector)
+def swap_neighbours(builder, value):
+    """Lanes 1, 0, 3, 2, ... of ``value``."""
+    lanes = [lane ^ 1 for lane in range(LANES)]
+    return builder.shuffle_vector(value, value, ir.Constant(i32x, lanes))
+
+
+@emitted(vector, vector)
+def negate_even_lanes(builder, value):
+    """Lanes 0, 2, 4, ... of ``value`` with the other sign."""
+    signs = ir.Constant(f32x, [1.0 if lane % 2 else -1.0 for lane in range(LANES)])
+    return builder.fmul(value, signs)
+
+
+@emitted(vector, vector, types.float32, types.float32)
+def keep_below(builder, value, limit, other):
+    """The lanes of ``value`` that are smaller than ``limit``, and ``other`` in all other lanes."""
+    is_below = builder.fcmp_ordered("<", value, broadcast(builder, limit))
+    return builder.select(is_below, value, broadcast(builder, other))
+
+
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""

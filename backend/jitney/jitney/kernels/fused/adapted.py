@@ -29,7 +29,7 @@ from jitney.execution.low_rank import (
 )
 from jitney.kernels.fused.forms import Norm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, call_mlp
-from jitney.kernels.fused.rotary import CosSin, whole_rotary
+from jitney.kernels.fused.rotary import NO_ANGLES, CosSin
 from jitney.kernels.fused.whole_model import FusedForward, ModelKernels, Places
 
 # ------------------------------------------------------------------ what adapters may change
@@ -39,47 +39,44 @@ def find_places(model: FusedForward, sites: Mapping[str, Site]) -> list[Places]:
     """What adapters may change in each decoder layer: those of ``sites`` that are joined into its
     four products."""
     return [
-        _places_of(layer, f"model.layers.{number}", sites)
+        _places_of(layer, f"{model.layers_path}.{number}", sites)
         for number, layer in enumerate(model.layers)
     ]
 
 
 def _places_of(layer: FusedDecoderLayer, path: str, sites: Mapping[str, Site]) -> Places:
     """The same for one layer, which stands at ``path``."""
-    attention = f"{path}.self_attn."
     of_mlp = Places(qkv=[], output=[], gated=[], down=[])
     if isinstance(layer.mlp, FusedMLP):  # another one is called as it is: see _CalledModules
-        of_mlp = _places_of_mlp(f"{path}.mlp", sites)
+        of_mlp = _places_of_mlp(layer.mlp, f"{path}.{layer.paths.mlp}", sites)
     return of_mlp._replace(
-        qkv=_parts(sites, attention, "q_proj", "k_proj", "v_proj", "qkv_proj"),
-        output=_parts(sites, attention, "o_proj"),
+        qkv=_parts(sites, path, layer.paths.qkv),
+        output=_parts(sites, path, layer.paths.output),
     )
 
 
-def _places_of_mlp(path: str, sites: Mapping[str, Site]) -> Places:
+def _places_of_mlp(mlp: FusedMLP, path: str, sites: Mapping[str, Site]) -> Places:
     """The same for a fused MLP."""
     return Places(
         qkv=[],
         output=[],
-        gated=_parts(sites, f"{path}.", "gate_proj", "up_proj", "gate_up_proj"),
-        down=_parts(sites, f"{path}.", "down_proj"),
+        gated=_parts(sites, path, mlp.names.gated),
+        down=_parts(sites, path, [mlp.names.down]),
     )
 
 
-def _parts(sites: Mapping[str, Site], prefix: str, *names: str) -> list[Part]:
-    """The sites among ``names`` as parts of one product. Their results stand side by side in its
-    result, in the order of ``names``.
-
-    ``names`` has those of separate linear layers and that of a merged one. ``sites`` has all linear
-    layers of the decoder layer, which are either the separate ones or the merged one. So there is
-    no gap between the parts."""
+def _parts(sites: Mapping[str, Site], owner: str, names: Sequence[str]) -> list[Part]:
+    """The linear layers of these ``names`` in the module at ``owner``, as parts of one product.
+    Their results stand side by side in its result. All of them are among ``sites``, so there is no
+    gap between the parts."""
     found: list[Part] = []
     first = 0
     for name in names:
-        site = sites.get(prefix + name)
+        path = f"{owner}.{name}"
+        site = sites.get(path)
         if site is not None:
             last = first + site.outputs
-            found.append(Part(prefix + name, first, last))
+            found.append(Part(path, first, last))
             first = last
     return found
 
@@ -110,7 +107,7 @@ class _CalledModules:
                     of_layers.add(module.mlp)
                 elif isinstance(module, FusedMLP):
                     if module not in of_layers:
-                        self._fused.append(_Fused(module, _places_of_mlp(path, sites)))
+                        self._fused.append(_Fused(module, _places_of_mlp(module, path, sites)))
                 elif path in sites:
                     self._linears[path] = module
 
@@ -157,18 +154,16 @@ def _call_layer(
     places: Places,
     add: AddProducts,
     hidden_states: Tensor,
-    *,
-    position_embeddings: CosSin,
+    *args: object,
+    position_embeddings: CosSin = NO_ANGLES,
     paged: PagedStep,
     **unused: object,
 ) -> Any:
     """As :meth:`FusedDecoderLayer.forward`."""
-    attention = layer.mixer
-    assert isinstance(attention, FusedAttention), "a model with states is not fused for adapters"
     total = _run_layer(
         layer=layer,
         residual=hidden_states[0],
-        cos_sin=whole_rotary(position_embeddings, attention.half_rotary),
+        cos_sin=layer.mixer.angles(position_embeddings),
         paged=paged,
         places=places,
         add=add,
@@ -227,7 +222,7 @@ class AdaptedForward:
         self._places = find_places(model, sites)
         self._unfused_mlps = _CalledModules(
             {
-                f"model.layers.{number}.mlp": layer.mlp
+                f"{model.layers_path}.{number}.{layer.paths.mlp}": layer.mlp
                 for number, layer in enumerate(model.layers)
                 if not isinstance(layer.mlp, FusedMLP)
             },
@@ -255,11 +250,11 @@ class AdaptedForward:
         if self.program is not None:
             logits = self.program(ids, rows, paged)
             if logits is not None:
-                return model.cap(logits)
+                return logits
 
         cos_sin = model.cos_sin(positions)
         add = self._begin_products(paged.meta.adapted)
-        residual: Tensor = model.embed(ids)
+        residual = model.input_rows(ids, positions)
         layers = zip(model.layers, model.table_of_layer, self._places, strict=True)
         with self._unfused_mlps.adding(paged.meta.adapted, add):
             for layer, table, places in layers:
@@ -271,31 +266,39 @@ class AdaptedForward:
                     places=places,
                     add=add,
                 )
-        return model.cap(model.head(model.norm(residual[rows])))
+        found: Tensor = model.head(model.norm(residual[rows]))
+        return found
 
 
 def _run_layer(
     layer: FusedDecoderLayer,
     residual: Tensor,
-    cos_sin: CosSin | None,
+    cos_sin: CosSin,
     paged: PagedStep,
     places: Places,
     add: AddProducts,
 ) -> Tensor:
     """The residual [T, hidden size] after a layer. ``add`` adds what the step's adapters give."""
     norms = layer.norms
+    wiring = layer.wiring
     x = _normed(norms.attention, residual)
     assert isinstance(layer.mixer, FusedAttention), "a model with states is not fused for adapters"
-    assert cos_sin is not None
     attended = _attend(layer.mixer, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
-    residual = residual + _normed(norms.after_attention, attended)
+    middle = residual + _scaled(_normed(norms.after_attention, attended), wiring.factor)
 
-    x = _normed(norms.mlp, residual)
+    if not wiring.parallel:
+        x = _normed(norms.mlp, middle)
+    elif norms.mlp is not None:
+        x = norms.mlp(residual)
     if isinstance(layer.mlp, FusedMLP):
         out = _run_mlp(layer.mlp, x=x, places=places, add=add)
     else:
         out = call_mlp(layer.mlp, x)
-    return residual + _normed(norms.after_mlp, out)
+    return middle + _scaled(_normed(norms.after_mlp, out), wiring.factor)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,6 +18,9 @@ from jitney.execution.interface import AttentionCall, Latents, PagedFunction
 from jitney.kernels.fused.state_forms import StateForm, StateKernel
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Rotation = Literal["halves", "neighbours", "none"]
+"""Which of a head's first R values the rotary embedding turns together: values i and i + R / 2,
+as in Llama; values 2 i and 2 i + 1, as in GLM; or no rotary embedding."""
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -35,11 +39,15 @@ class Misfit(Exception):
 @dataclass(frozen=True)
 class NormForm:
     """An RMS norm (Zhang and Sennrich 2019), over the last dimension:
-    ``x / sqrt(mean(x²) + epsilon) * scale``."""
+    ``x / sqrt(mean(x²) + epsilon) * scale``. If it is ``centred``, the layer norm (Ba et al. 2016):
+    the same of x - mean(x), plus ``bias``."""
 
     scale: Tensor
     """float32, contiguous. It is the module's weight, or 1 + the weight."""
     epsilon: float
+    centred: bool = False
+    bias: Tensor | None = None
+    """As ``scale``. Only a centred norm has one."""
 
 
 class HeadNorms(NamedTuple):
@@ -70,6 +78,7 @@ class AttentionForm:
     is_gated: bool = False
     """Whether the product gives, behind the values, a gate for each query head: what the head gives
     is multiplied by ``sigmoid(gate)``."""
+    rotation: Rotation = "halves"
 
     @classmethod
     def of(cls, call: AttentionCall) -> "AttentionForm":
@@ -153,6 +162,32 @@ class LatentForm:
         )
 
 
+@dataclass(frozen=True)
+class RouterForm:
+    """How a mixture of experts chooses among a router's numbers, one for each expert: the largest
+    ones, with the softmax of their numbers as scores."""
+
+    chosen: int
+    """How many experts a token goes to."""
+    over_all: bool
+    """Whether the softmax is over all experts, or over those that were chosen alone."""
+
+
+class Scaling(NamedTuple):
+    """What may be done to a product: times ``factor``, and with a ``softcap``
+    ``softcap * tanh(that / softcap)``."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.factor != 1.0:
+            x = x * self.factor
+        if self.softcap is not None:
+            x = torch.tanh(x / self.softcap) * self.softcap
+        return x
+
+
 # ------------------------------------------------------------------ functions of a device
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -160,7 +195,8 @@ RowFunction = Callable[[Tensor], Tensor]
 the result]."""
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, cos, sin, attention) -> [T, query heads, head size]. qkv is that of
-:meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R]."""
+:meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R], in any float type; they
+are not read if there is no rotary embedding."""
 
 
 class LatentKernel(Protocol):
@@ -183,7 +219,7 @@ are the indices of the tokens whose results are asked for; None: all."""
 
 
 class FusedNorm(nn.Module):
-    """An RMS norm of x [..., width]."""
+    """A norm of x [..., width]."""
 
     weight: Tensor | None = None
     """That of the norm which this one replaced. Some models ask for its dtype."""
@@ -211,13 +247,28 @@ class LayerKernels(Protocol):
     def norm(self, form: NormForm) -> RowFunction:
         """The norm of x [..., width]."""
 
-    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+    def linear(
+        self, products: Sequence[Any], activation: Activation | None = None, *, gated: bool = True
+    ) -> nn.Module:
         """One layer for several linear layers of the same input. It gives their results side by
         side.
 
         With an activation, ``products`` are gate and up, merged or not. The layer then gives
-        ``activation(gate(x)) * up(x)``, and has a method ``plus(x, other)``, which adds ``other``
-        to the results of gate and up, side by side, before the activation.
+        ``activation(gate(x)) * up(x)``. If it is not ``gated``, it gives the activation of the
+        results.
+
+        A layer with an activation has a method ``plus(x, other)``, which adds ``other`` to the
+        results of the products, side by side, before the activation.
+        """
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: Activation) -> nn.Module:
+        """E gated MLPs, whose weights are ``gate_up`` [E, 2 * inner size, hidden size] and ``down``
+        [E, hidden size, inner size]. The layer takes the states [T, hidden size], and the experts
+        and scores [T, k] of each token, and gives the sum of what these experts give, each times
+        its score.
+
+        It has a method ``route(x, numbers, form, other)``, which takes the numbers [T, E] of a
+        router instead, and a :class:`RouterForm`. With ``other`` [T, hidden size], that is added.
         """
 
     def attention(self, form: AttentionForm) -> AttentionKernel:
@@ -229,10 +280,12 @@ class LayerKernels(Protocol):
     def states(self, form: StateForm) -> StateKernel:
         """What a layer with states computes between its products."""
 
-    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
+    def end_branch(
+        self, product: RowFunction, branch_norm: Norm, norm: Norm, factor: float = 1.0
+    ) -> EndBranch:
         """The end of a residual branch: all that follows the input of its last product::
 
-            sum = residual + branch_norm(product(x))
+            sum = residual + branch_norm(product(x)) * factor
             normed = norm(sum)
 
         ``norm`` is the norm with which the next branch begins. Either norm may be None, and is then

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, PagedFunction
 from jitney.execution.latents import UpProjections
-from jitney.kernels.fused.forms import FusedNorm, LatentForm, LatentKernel, Misfit
+from jitney.kernels.fused.forms import FusedNorm, LatentForm, LatentKernel, Misfit, Rotation
 from jitney.kernels.fused.products import filled_up, with_outputs
-from jitney.kernels.fused.rotary import CosSin, whole_rotary
+from jitney.kernels.fused.rotary import AngleColumns, CosSin, whole_rotary
 
 _CHILDREN = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _QUERY = {"q_proj"}
@@ -60,15 +60,15 @@ def latent_form(call: AttentionCall, norm: FusedNorm) -> LatentForm:
 
 
 def latent_products(
-    children: Mapping[str, nn.Module], form: LatentForm, *, rotates_pairs: bool
+    children: Mapping[str, nn.Module], form: LatentForm, rotation: Rotation
 ) -> LatentProducts:
-    """The products of the attention with these children. ``rotates_pairs``: transformers' module
-    rotates pairs of neighbours."""
+    """The products of the attention with these children. ``rotation`` is that of transformers'
+    module."""
     query = children.get("q_proj", children.get("q_b_proj"))
     latent: Any = children["kv_a_proj_with_mqa"]
     assert query is not None
     rotary_size = form.latents.rotary_size
-    if rotates_pairs:
+    if rotation == "neighbours":
         halves = torch.arange(rotary_size).view(-1, 2).T.flatten()
         own = torch.arange(form.key_size)
         of_head = torch.cat((own, form.key_size + halves))
@@ -82,6 +82,9 @@ def latent_products(
 class FusedLatents(nn.Module):
     """An attention over latents."""
 
+    rotation: Rotation = "halves"
+    """That of cos and sin as :meth:`mix` takes them."""
+
     def __init__(
         self,
         form: LatentForm,
@@ -91,10 +94,12 @@ class FusedLatents(nn.Module):
         output: nn.Module,
         query_low: nn.Module | None,
         query_norm: FusedNorm | None,
-        half_rotary: bool,
+        columns: AngleColumns,
+        own_rotation: Rotation,
     ) -> None:
         """``query_low`` and ``query_norm``: where queries are made by two products, the first and
-        the norm between them. ``half_rotary``: see ``rotary``."""
+        the norm between them. ``columns``: which the model's rotary module gives. ``own_rotation``:
+        that of transformers' module, by which the products were put in order."""
         super().__init__()
         self.form = form
         self.kernel: LatentKernel = kernel
@@ -103,7 +108,8 @@ class FusedLatents(nn.Module):
         self.output = output
         self.query_low = query_low
         self.query_norm = query_norm
-        self.half_rotary = half_rotary
+        self.columns = columns
+        self.own_rotation: Rotation = own_rotation
 
     def forward(
         self,
@@ -114,14 +120,16 @@ class FusedLatents(nn.Module):
         **unused: object,
     ) -> tuple[Tensor, None]:
         """As transformers calls it."""
-        cos_sin = whole_rotary(position_embeddings, self.half_rotary)
-        attended = self.mix(hidden_states[0], cos_sin, paged)
+        attended = self.mix(hidden_states[0], self.angles(position_embeddings), paged)
         return self.output(attended).unsqueeze(0), None
 
-    def mix(self, x: Tensor, cos_sin: CosSin | None, paged: PagedFunction) -> Tensor:
+    def angles(self, made: CosSin) -> CosSin:
+        """cos and sin as :meth:`mix` takes them, of those that the rotary module made."""
+        return whole_rotary(made, self.columns, self.rotation)
+
+    def mix(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
         """All but the output product, of x [T, hidden size] and cos and sin [T, R]. Returns
         [T, heads * value size]."""
-        assert cos_sin is not None
         low = x
         if self.query_low is not None:
             assert self.query_norm is not None

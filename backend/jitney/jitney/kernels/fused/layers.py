@@ -5,7 +5,8 @@ A decoder layer adds two branches to the residual, attention and the MLP::
     residual += after_attention_norm(attention(attention_norm(residual)))
     residual += after_mlp_norm(mlp(mlp_norm(residual)))
 
-Most models have two of the four norms (:class:`LayerNorms`). Four things are fused:
+Most models have two of the four norms (:class:`LayerNorms`), and some have other :class:`Wiring`.
+Four things are fused:
 
 - Query, key and value are one product.
 - One kernel computes the norms of the heads and the rotary embedding.
@@ -21,7 +22,7 @@ branch, and what ``end_before`` returns computes that end.
 [1, T, width] where transformers calls.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,27 +34,61 @@ from jitney.kernels.fused.forms import (
     EndBranch,
     LayerKernels,
     Norm,
+    Rotation,
+    RouterForm,
     RowFunction,
 )
 from jitney.kernels.fused.latents import FusedLatents
-from jitney.kernels.fused.rotary import CosSin, whole_rotary
+from jitney.kernels.fused.rotary import NO_ANGLES, AngleColumns, CosSin, whole_rotary
 from jitney.kernels.fused.states import FusedStates
 
 
-class FusedMLP(nn.Module):
-    """``down(activation(gate(x)) * up(x))``."""
+class MlpNames(NamedTuple):
+    """Of the linear layers that a fused MLP joins, in the MLP that it replaces."""
 
-    def __init__(self, gated: nn.Module, down: nn.Module) -> None:
-        """``gated`` computes all but the product of ``down``."""
+    gated: Sequence[str]
+    down: str
+
+
+class FusedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, or without a gate, ``down(activation(up(x)))``."""
+
+    def __init__(self, gated: nn.Module, down: nn.Module, names: MlpNames) -> None:
+        """``gated`` computes all but the product of ``down``, also if there is no gate."""
         super().__init__()
         self.gated = gated
         self.down = down
+        self.names = names
 
     def forward(self, x: Tensor) -> Tensor:
         """x is [..., hidden size]."""
         rows = x.reshape(-1, x.shape[-1])
         result: Tensor = self.down(self.gated(rows))
         return result.view(x.shape)
+
+
+class FusedMixture(nn.Module):
+    """A router, and the experts among which it chooses."""
+
+    def __init__(self, router: nn.Module, form: RouterForm, experts: nn.Module) -> None:
+        """``router`` gives a number for each expert; ``experts`` are ``LayerKernels.experts``."""
+        super().__init__()
+        self.router = router
+        self.form = form
+        self.experts: Any = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x is [..., hidden size]."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self._route(rows, None).view(x.shape)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The result plus ``other``, both [T, hidden size], rounded once."""
+        return self._route(x, other)
+
+    def _route(self, x: Tensor, other: Tensor | None) -> Tensor:
+        result: Tensor = self.experts.route(x, self.router(x), self.form, other)
+        return result
 
 
 class FusedAttention(nn.Module):
@@ -64,14 +99,14 @@ class FusedAttention(nn.Module):
         form: AttentionForm,
         qkv: nn.Module,
         output: nn.Module,
-        half_rotary: bool,
+        columns: AngleColumns,
         kernels: LayerKernels,
     ) -> None:
-        """``half_rotary``: whether the model's rotary module gives half of cos and sin (see
-        ``rotary``)."""
+        """``columns``: which the model's rotary module gives."""
         super().__init__()
         self.form = form
-        self.half_rotary = half_rotary
+        self.rotation: Rotation = form.rotation
+        self.columns = columns
         self.qkv = qkv
         self.output = output
         self.kernel = kernels.attention(form)
@@ -82,26 +117,28 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: CosSin,
+        position_embeddings: CosSin = NO_ANGLES,
         *args: object,
         paged: PagedFunction,
         **unused: object,
     ) -> tuple[Tensor, None]:
         """As transformers calls it."""
-        cos_sin = whole_rotary(position_embeddings, self.half_rotary)
-        attended = self.mix(hidden_states[0], cos_sin, paged)
+        attended = self.mix(hidden_states[0], self.angles(position_embeddings), paged)
         return self.output(attended).unsqueeze(0), None
 
-    def mix(self, x: Tensor, cos_sin: CosSin | None, paged: PagedFunction) -> Tensor:
+    def angles(self, made: CosSin) -> CosSin:
+        """cos and sin as :meth:`mix` takes them, of those that the rotary module made."""
+        return whole_rotary(made, self.columns, self.rotation)
+
+    def mix(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
         """All but the output product, of x [T, hidden size] and cos and sin [T, R]. Returns
         [T, heads * head size]."""
-        assert cos_sin is not None
         return self.kernel(self._qkv(x), *cos_sin, paged).reshape(x.shape[0], -1)
 
 
 Mixer = FusedAttention | FusedLatents | FusedStates
 """The first branch of a decoder layer, which mixes what tokens know. It has a method ``mix`` for
-all but its last product, and ``output``, that product."""
+all but its last product, ``output``, that product, and ``angles`` for what ``mix`` takes."""
 
 
 class LayerNorms(NamedTuple):
@@ -117,6 +154,27 @@ class LayerNorms(NamedTuple):
     """Of the output of the MLP, before it is added to the residual."""
 
 
+class Wiring(NamedTuple):
+    """How a layer's two branches are added to the residual."""
+
+    parallel: bool = False
+    """Whether both read the residual as it was before the layer. Without a norm of its own, the MLP
+    then reads what attention reads. Else it reads the sum after attention."""
+    factor: float = 1.0
+    """What each branch gives is multiplied by this before it is added."""
+
+
+class LayerPaths(NamedTuple):
+    """Where the parts of a layer stood in the layer that it replaces."""
+
+    mlp: str
+    """The name of the MLP."""
+    qkv: Sequence[str] = ()
+    """From the layer on, the linear layers that this product joins, and so for the next one. Both
+    are empty where adapters cannot change the first branch: it is no plain attention."""
+    output: Sequence[str] = ()
+
+
 class FusedDecoderLayer(nn.Module):
     """A decoder layer. Its attention is fused; its MLP may be of any kind, fused or not."""
 
@@ -124,22 +182,35 @@ class FusedDecoderLayer(nn.Module):
     """Whether transformers' layer returns its result as the first of a tuple."""
 
     def __init__(
-        self, mixer: Mixer, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
+        self,
+        mixer: Mixer,
+        mlp: nn.Module,
+        norms: LayerNorms,
+        wiring: Wiring,
+        paths: LayerPaths,
+        kernels: LayerKernels,
     ) -> None:
         super().__init__()
         self.mixer = mixer
         self.mlp = mlp
         self.norms = norms
+        self.wiring = wiring
+        self.paths = paths
         self._kernels = kernels
         self._mix = mixer.mix
         self._end_first_branch = kernels.end_branch(
-            product=mixer.output, branch_norm=norms.after_attention, norm=norms.mlp
+            product=mixer.output,
+            branch_norm=norms.after_attention,
+            norm=None if wiring.parallel else norms.mlp,
+            factor=wiring.factor,
         )
 
         # The branch of the MLP ends with a product. What comes before that product is the MLP's
         # first part. An MLP that is not fused cannot be divided: all of it is "the last product".
         self._first_part_of_mlp: RowFunction | None = None
         self._last_product: RowFunction = partial(call_mlp, mlp)
+        if isinstance(mlp, FusedMixture):
+            self._last_product = mlp
         if isinstance(mlp, FusedMLP):
             self._first_part_of_mlp = mlp.gated.forward
             self._last_product = mlp.down
@@ -149,22 +220,22 @@ class FusedDecoderLayer(nn.Module):
         """A function for the end of this layer, together with the norm that begins the next one. It
         takes what :meth:`run` returns."""
         return self._kernels.end_branch(
-            product=self._last_product, branch_norm=self.norms.after_mlp, norm=next_norm
+            product=self._last_product,
+            branch_norm=self.norms.after_mlp,
+            norm=next_norm,
+            factor=self.wiring.factor,
         )
 
     def forward(
         self,
         hidden_states: Tensor,
-        *,
-        position_embeddings: CosSin | None = None,
+        *args: object,
+        position_embeddings: CosSin = NO_ANGLES,
         paged: PagedFunction,
         **unused: object,
     ) -> Any:
         """As transformers calls it."""
-        cos_sin = None
-        if not isinstance(self.mixer, FusedStates):
-            assert position_embeddings is not None
-            cos_sin = whole_rotary(position_embeddings, self.mixer.half_rotary)
+        cos_sin = self.mixer.angles(position_embeddings)
         residual = hidden_states[0]
         norm = self.norms.attention
         x = residual if norm is None else norm(residual)
@@ -178,7 +249,7 @@ class FusedDecoderLayer(nn.Module):
         return (result, None) if self.returns_tuple else result
 
     def run(
-        self, x: Tensor, residual: Tensor, cos_sin: CosSin | None, paged: PagedFunction
+        self, x: Tensor, residual: Tensor, cos_sin: CosSin, paged: PagedFunction
     ) -> tuple[Tensor, Tensor]:
         """All but the end of the layer.
 
@@ -186,7 +257,12 @@ class FusedDecoderLayer(nn.Module):
         product, and the residual after attention.
         """
         mixed = self._mix(x, cos_sin, paged)
-        x, residual = self._end_first_branch(mixed, residual, None)
+        if self.wiring.parallel:
+            if self.norms.mlp is not None:
+                x = self.norms.mlp(residual)
+            _, residual = self._end_first_branch(mixed, residual, None)
+        else:
+            x, residual = self._end_first_branch(mixed, residual, None)
         if self._first_part_of_mlp is not None:
             x = self._first_part_of_mlp(x)
         return x, residual

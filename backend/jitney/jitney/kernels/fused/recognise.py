@@ -7,31 +7,47 @@ something else.
 """
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import QuantizedLinear, is_linear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.latents import is_latent_attention
 from jitney.kernels.fused.trial import run_module
 
 # The products of one input. Some models have them merged already.
-_QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_OUTPUT_NAMES = ("o_proj", "out_proj")
-_MLP_NAMES = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("gate_up_proj",), "down_proj"),
-    (("w1", "w3"), "w2"),  # LFM2
-)
-"""The products of gate and up, and that of their product."""
-_ACTIVATION_NAMES = ("act_fn", "activation_fn", None)
+_QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",))
+_OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "c_proj")
 _QK_NORM_NAMES = ((), ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-_FIRST_BRANCHES = ("self_attn", "conv", "mamba", "linear_attn")
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+
+
+class _MlpNames(NamedTuple):
+    """How a kind of MLP names its linear layers."""
+
+    first: tuple[str, ...]
+    """Those before the activation. If gated: gate and up, or the one that gives both."""
+    down: str
+    gated: bool
+
+
+_MLP_NAMES = (
+    _MlpNames(first=("gate_proj", "up_proj"), down="down_proj", gated=True),
+    _MlpNames(first=("gate_up_proj",), down="down_proj", gated=True),
+    _MlpNames(first=("w1", "w3"), down="w2", gated=True),  # LFM2
+    _MlpNames(first=("up_proj",), down="down_proj", gated=False),
+    _MlpNames(first=("fc1",), down="fc2", gated=False),
+    _MlpNames(first=("c_fc",), down="c_proj", gated=False),
+    _MlpNames(first=("fc_in",), down="fc_out", gated=False),
+    _MlpNames(first=("dense_h_to_4h",), down="dense_4h_to_h", gated=False),
+)
+_ROUTER_NAMES = ("gate", "router")
+_FIRST_BRANCHES = ("self_attn", "attn", "attention", "conv", "mamba", "linear_attn")
 """The module of a layer's first branch: attention, or one that keeps states."""
 _SECOND_BRANCHES = ("mlp", "feed_forward")
 
@@ -62,8 +78,19 @@ _NORM_NAMES = (
     # The same by other names: LFM2, Bamba.
     _NormNames(attention="operator_norm", mlp="ffn_norm"),
     _NormNames(attention="input_layernorm", mlp="pre_ff_layernorm"),
+    # Norms before and after them by other names, as in GLM 4.
+    _NormNames(
+        attention="input_layernorm",
+        after_attention="post_self_attn_layernorm",
+        mlp="post_attention_layernorm",
+        after_mlp="post_mlp_layernorm",
+    ),
     # Norms after them, as in OLMo 2.
     _NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
+    # Norms before them, as in GPT-2.
+    _NormNames(attention="ln_1", mlp="ln_2"),
+    # One norm before both, as in Cohere and Phi.
+    _NormNames(attention="input_layernorm"),
 )
 
 
@@ -74,10 +101,11 @@ _NORM_NAMES = (
 class AttentionChildren:
     """The children of an attention."""
 
-    qkv: list[Any]
-    """The linear layers of query, key and value, or the one that gives all three."""
+    qkv: dict[str, Any]
+    """The linear layers of query, key and value, or the one that gives all three, by name."""
     output: Any
     """The linear layer that gives the module's output."""
+    output_name: str
     query_norm: nn.Module | None
     key_norm: nn.Module | None
     """Norms before the rotary embedding: it has both of them, or neither."""
@@ -85,13 +113,36 @@ class AttentionChildren:
 
 @dataclass(frozen=True)
 class MlpChildren:
-    """The children of a gated MLP: ``down(activation(gate(x)) * up(x))``."""
+    """The children of an MLP: ``down(activation(gate(x)) * up(x))``, or without a gate,
+    ``down(activation(up(x)))``."""
 
-    gate_up: list[Any]
-    """The linear layers of gate and up, or the one that gives both."""
+    first: dict[str, Any]
+    """By name: the linear layers of gate and up, the one that gives both, or that of up alone."""
+    gated: bool
     activation: nn.Module | None
     """None: it is a function, not a module."""
     down: Any
+    down_name: str
+
+
+@dataclass(frozen=True)
+class ExpertsChildren:
+    """What a module of experts has: see ``LayerKernels.experts``."""
+
+    gate_up: Tensor
+    down: Tensor
+    activation: Any
+
+
+class MixtureChildren(NamedTuple):
+    """The children of a mixture of experts."""
+
+    router: Any
+    """It has a weight [experts, hidden size], and perhaps a bias."""
+    chosen: int
+    """To how many experts it sends a token."""
+    experts: Any
+    """Fused ones, or others."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +151,10 @@ class LayerChildren:
 
     mixer: nn.Module
     """Attention of a known kind, or a module that keeps states."""
+    mixer_name: str
     mlp: nn.Module
     """Of any kind."""
+    mlp_name: str
     attention_norm: nn.Module | None
     after_attention_norm: nn.Module | None
     mlp_norm: nn.Module | None
@@ -120,32 +173,80 @@ def attention_children(module: nn.Module) -> AttentionChildren | None:
     """Linear layers of query, key, value and output, perhaps norms of query and key, and nothing
     else."""
     children = _children(module)
-    for names, output_name, norms in itertools.product(_QKV_NAMES, _OUTPUT_NAMES, _QK_NORM_NAMES):
+    for names, output_name, norms in product(_QKV_NAMES, _OUTPUT_NAMES, _QK_NORM_NAMES):
         if children.keys() != {*names, output_name, *norms}:
             continue
-        qkv = [children[name] for name in names]
+        qkv = {name: children[name] for name in names}
         output = children[output_name]
-        if not _are_linear([*qkv, output]) or not _are_norms(children, norms):
+        if not _are_linear([*qkv.values(), output]) or not _are_norms(children, norms):
             return None
-        query_norm, key_norm = (children[name] for name in norms) if norms else (None, None)
-        return AttentionChildren(qkv, output, query_norm, key_norm)
+        query_norm, key_norm = norms or (None, None)
+        return AttentionChildren(
+            qkv=qkv,
+            output=output,
+            output_name=output_name,
+            query_norm=_child(children, query_norm),
+            key_norm=_child(children, key_norm),
+        )
     return None
 
 
 def mlp_children(module: nn.Module) -> MlpChildren | None:
-    """Linear layers of gate, up and down, an activation, and nothing else."""
+    """Linear layers of gate, up and down, or of up and down, an activation, and nothing else."""
     children = _children(module)
-    for (names, down_name), activation in itertools.product(_MLP_NAMES, _ACTIVATION_NAMES):
-        expected = {*names, down_name}
+    for names, activation in product(_MLP_NAMES, (*_ACTIVATION_NAMES, None)):
+        expected = {*names.first, names.down}
         if activation is not None:
             expected.add(activation)
         if children.keys() != expected:
             continue
-        gate_up = [children[name] for name in names]
-        down = children[down_name]
-        if not _are_linear([*gate_up, down]):
+        first = {name: children[name] for name in names.first}
+        down = children[names.down]
+        if not _are_linear([*first.values(), down]):
             return None
-        return MlpChildren(gate_up=gate_up, activation=_child(children, activation), down=down)
+        return MlpChildren(
+            first=first,
+            gated=names.gated,
+            activation=_child(children, activation),
+            down=down,
+            down_name=names.down,
+        )
+    return None
+
+
+def experts_children(module: nn.Module) -> ExpertsChildren | None:
+    """The weights of gated MLPs side by side, an activation, and nothing else."""
+    parameters = dict(module.named_parameters(recurse=False))
+    children = service_children(module)
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or len(children) != 1:
+        return None
+    ((name, activation),) = children.items()
+    if name not in _ACTIVATION_NAMES:
+        return None
+    gate_up = parameters["gate_up_proj"].detach()
+    down = parameters["down_proj"].detach()
+    if gate_up.dim() != 3 or down.dim() != 3:
+        return None
+    experts, hidden, inner = down.shape
+    if gate_up.shape != (experts, 2 * inner, hidden):
+        return None
+    return ExpertsChildren(gate_up=gate_up, down=down, activation=activation)
+
+
+def mixture_children(module: nn.Module) -> MixtureChildren | None:
+    """A router, experts that are fused, and nothing else."""
+    children = _children(module)
+    for name in _ROUTER_NAMES:
+        if children.keys() != {name, "experts"}:
+            continue
+        router: Any = children[name]
+        parameters = dict(router.named_parameters())
+        chosen = vars(router).get("top_k")
+        has_buffers = next(router.buffers(), None) is not None
+        is_known = list(parameters) in (["weight"], ["weight", "bias"]) and not has_buffers
+        if not is_known or not isinstance(chosen, int):
+            return None
+        return MixtureChildren(router, chosen, children["experts"])
     return None
 
 
@@ -153,8 +254,7 @@ def layer_children(module: nn.Module, has_states: HasStates = _has_none) -> Laye
     """An attention of a known kind or a module that keeps states, any MLP, norms under known names,
     and nothing else."""
     children = _children(module)
-    found = itertools.product(_FIRST_BRANCHES, _SECOND_BRANCHES, _NORM_NAMES)
-    for first, second, names in found:
+    for first, second, names in product(_FIRST_BRANCHES, _SECOND_BRANCHES, _NORM_NAMES):
         norms = [name for name in names if name is not None]
         if children.keys() != {first, second, *norms}:
             continue
@@ -165,7 +265,9 @@ def layer_children(module: nn.Module, has_states: HasStates = _has_none) -> Laye
             return None
         return LayerChildren(
             mixer=mixer,
+            mixer_name=first,
             mlp=children[second],
+            mlp_name=second,
             attention_norm=_child(children, names.attention),
             after_attention_norm=_child(children, names.after_attention),
             mlp_norm=_child(children, names.mlp),
@@ -175,12 +277,15 @@ def layer_children(module: nn.Module, has_states: HasStates = _has_none) -> Laye
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it has one vector of weights, no other parameter or buffer, and one argument: the
-    norm of a Mamba 2 takes a gate as well. That it computes an RMS norm is proved later."""
+    """Whether it has one vector of weights, perhaps one of biases, no other parameter or buffer,
+    and one argument: the norm of a Mamba 2 takes a gate as well. What it computes is proved later.
+    """
     if next(module.buffers(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1:
+    if list(parameters) not in (["weight"], ["weight", "bias"]):
+        return False
+    if any(parameter.dim() != 1 for parameter in parameters.values()):
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -207,6 +312,13 @@ def known_activation(function: nn.Module | None) -> Activation | None:
 # ------------------------------------------------------------------ children
 
 
+def service_children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module, by name, but for those that do nothing in service."""
+    return {
+        name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
+    }
+
+
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     """The children of a module, by name. Empty if it has parameters of its own: it then computes
     something with them that is not recognised here."""
@@ -214,9 +326,7 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
         # Sinks are the exception. The module hands them to attention, where a trial sees them.
         if name != "sinks":
             return {}
-    return {
-        name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
-    }
+    return service_children(module)
 
 
 def _child(children: Mapping[str, nn.Module], name: str | None) -> nn.Module | None:
@@ -224,7 +334,7 @@ def _child(children: Mapping[str, nn.Module], name: str | None) -> nn.Module | N
 
 
 def _are_linear(modules: list[Any]) -> bool:
-    return all(type(each) is nn.Linear or isinstance(each, QuantizedLinear) for each in modules)
+    return all(is_linear(each) or isinstance(each, QuantizedLinear) for each in modules)
 
 
 def _are_norms(children: Mapping[str, nn.Module], names: Iterable[str]) -> bool:

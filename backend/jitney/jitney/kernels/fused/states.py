@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from jitney.execution.interface import PagedFunction, PagedStep
 from jitney.execution.state_rows import SlotCache, find_cache
 from jitney.execution.state_slots import StateSlots
-from jitney.kernels.fused.rotary import CosSin
+from jitney.kernels.fused.rotary import NO_ANGLES, CosSin
 from jitney.kernels.fused.state_forms import SlotStates, StateForm, StateKernel
 
 
@@ -34,7 +34,11 @@ class FusedStates(nn.Module):
         result: Tensor = self.output(mixed)
         return result.unsqueeze(0)
 
-    def mix(self, x: Tensor, cos_sin: CosSin | None, paged: PagedFunction) -> Tensor:
+    def angles(self, made: CosSin) -> CosSin:
+        """None of them are used."""
+        return NO_ANGLES
+
+    def mix(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
         """All but the output product, of x [T, hidden size]. Returns [T, width]."""
         cache = None
         if isinstance(paged, PagedStep):

@@ -7,7 +7,7 @@ attention is compared as well.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -107,17 +107,47 @@ def spread_positions(
     return torch.tensor(chosen, device=module.device).clamp(0, length - 1)
 
 
+def trial_ids(positions: Tensor) -> Tensor:
+    """The tokens [T] of a trial at these positions [T]."""
+    return torch.arange(len(positions), device=positions.device) + 1
+
+
+class FirstInput(NamedTuple):
+    """What the first layer of a model read in a trial."""
+
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    """[T, width]"""
+
+
 def run_model(
     module: PreTrainedModel, positions: Tensor, step: StepFunction | None = None
 ) -> Tensor:
     """The logits of ``module``, or of ``step``, which is to take its place, for tokens at these
     ``positions`` [T]."""
-    tokens = torch.arange(len(positions), device=module.device)
-    ids = tokens + 1
-    rows = tokens[::2]  # logits of some tokens alone, as in service
+    ids = trial_ids(positions)
+    # The logits of some tokens alone, as in service.
+    rows = torch.arange(len(positions), device=module.device)[::2]
     if step is None:
         return forward_module(module, ids, positions, rows, StandIn())
     return step(ids, positions, rows, StandIn())
+
+
+def record_first_input(module: PreTrainedModel, layer: nn.Module, positions: Tensor) -> FirstInput:
+    """Run the model as :func:`run_model` does, and keep what ``layer``, its first one, read."""
+    found: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        found.append(states[0])
+
+    hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        run_model(module, positions)
+    finally:
+        hook.remove()
+    return FirstInput(ids=trial_ids(positions), positions=positions, rows=found[0])
 
 
 class MarkedCosSin(CosSin):
@@ -148,7 +178,8 @@ def record_arguments(
 
     hooks: list[Any] = []
     for name, each in module.named_modules():
-        if name == "model.rotary_emb":
+        # That of the inner model: "model.rotary_emb", say.
+        if name.endswith(".rotary_emb") and name.count(".") == 1:
             hooks.append(each.register_forward_hook(_mark_cos_sin, with_kwargs=True))
         if fits(each):
             hooks.append(each.register_forward_pre_hook(record, with_kwargs=True))
@@ -248,6 +279,12 @@ class Checker:
         """[1, T, width], normally distributed."""
         return torch.randn(1, self._tokens, width, generator=self._generator).to(self._like)
 
+    def chosen(self, experts: int) -> tuple[Tensor, Tensor]:
+        """For each token, two of so many experts, and random scores."""
+        numbers = torch.rand(self._tokens, experts, generator=self._generator)
+        scores, chosen = numbers.topk(min(2, experts))
+        return chosen.to(self._like.device), scores.to(self._like)
+
     def check(
         self,
         module: nn.Module,
@@ -287,6 +324,18 @@ class Checker:
         allowed = self._tolerance * float(right.float().norm())
         # Not ``difference > allowed``: that is false if one of them is NaN.
         if not difference <= allowed:
+            raise Misfit(f"{what} differs")
+
+    def check_most_rows(self, what: str, got: Tensor, right: Tensor) -> None:
+        """Raise Misfit unless more than half of the rows [T, width] are the same but for rounding.
+
+        For a router with its experts: where two of its numbers are nearly equal, a rounding sends a
+        token to another expert."""
+        if got.shape != right.shape:
+            raise Misfit(f"{what} has another shape")
+        differences = (got.float() - right.float()).norm(dim=-1)
+        allowed = self._tolerance * right.float().norm(dim=-1)
+        if not int((differences <= allowed).sum()) * 2 > len(right):
             raise Misfit(f"{what} differs")
 
     def _check_norms(self, what: str, got: Tensor, right: Tensor) -> None:

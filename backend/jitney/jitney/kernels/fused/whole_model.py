@@ -6,19 +6,17 @@ used here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from jitney.execution.interface import PagedFunction
 from jitney.execution.low_rank import BeginProducts, Pack, Part, plain_products
-from jitney.kernels.fused.forms import EndBranch, FusedNorm, LayerKernels, Norm
+from jitney.kernels.fused.forms import EndBranch, FusedNorm, LayerKernels, Misfit, Norm, Scaling
 from jitney.kernels.fused.layers import FusedDecoderLayer
-from jitney.kernels.fused.rotary import CosSin
-
-NO_TABLE = -1
-"""See :attr:`FusedForward.table_of_layer`."""
+from jitney.kernels.fused.rotary import NO_ANGLES, CosSin, RotaryTable
 
 StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
 """(ids [T], rows, attention) -> the logits of ``rows``, indices of the T tokens. None: it cannot
@@ -51,8 +49,15 @@ class AdaptedKernels(NamedTuple):
 class ModelKernels(LayerKernels, Protocol):
     """What a device computes a fused model with."""
 
+    runs_programs: bool
+    """Whether a step of a usual model, such as a Llama, is one native call."""
+
+    def head(self, linear: Any, scaling: Scaling) -> nn.Module:
+        """The output layer: ``linear``, which :meth:`linear` made, and what scales its result."""
+
     def program(self, model: "FusedForward") -> StepProgram | None:
-        """All layers as one native call. None if the device cannot do that for this model."""
+        """All layers as one native call. Raises Misfit, with the reason, if the device cannot do
+        that for this model; None if it has no such calls."""
 
     def adapted_program(
         self, model: "FusedForward", places: Sequence[Places]
@@ -65,13 +70,51 @@ class ModelKernels(LayerKernels, Protocol):
         the products are called one by one. Some products may have no parts."""
 
 
+@dataclass(frozen=True, eq=False)
+class InputRows:
+    """What the first layer reads: ``embed(ids) * factor + positions[its position]``."""
+
+    embed: nn.Module
+    is_table: bool
+    """Whether ``embed`` is a table with a row for each token, its ``weight``. If it is not, there
+    is no factor: it is called as it is."""
+    factor: float = 1.0
+    positions: Tensor | None = None
+    """[positions, width]: learned positions, if the model has any."""
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[T, width] of the ids [T] at these positions [T]."""
+        if not self.is_table:
+            rows: Tensor = self.embed(ids)
+            return rows
+        weight: Any = self.embed.weight
+        rows = functional.embedding(ids, weight)
+        if self.factor != 1.0:
+            rows = rows * self.factor
+        if self.positions is not None:
+            rows = rows + functional.embedding(positions, self.positions)
+        return rows
+
+
+class ScaledHead(nn.Module):
+    """The output layer, and what is done to its result."""
+
+    def __init__(self, linear: nn.Module, scaling: Scaling) -> None:
+        super().__init__()
+        self.linear = linear
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaling(self.linear(x))
+
+
 class _LayerStep(NamedTuple):
     """What a step calls of one layer."""
 
-    run: Callable[[Tensor, Tensor, CosSin | None, PagedFunction], tuple[Tensor, Tensor]]
+    run: Callable[[Tensor, Tensor, CosSin, PagedFunction], tuple[Tensor, Tensor]]
     """See :meth:`FusedDecoderLayer.run`."""
-    table: int
-    """Index of the layer's cos and sin in :meth:`FusedForward.cos_sin`."""
+    table: int | None
+    """Index of the layer's rotary table."""
     end: EndBranch
     """The end of the layer, with the norm that begins the next one: see
     :meth:`FusedDecoderLayer.end_before`."""
@@ -84,18 +127,21 @@ class FusedForward:
     Only the rows whose logits are asked for go through the last norm and the head.
     """
 
-    embed: nn.Module
+    input_rows: InputRows
     layers: Sequence[FusedDecoderLayer]
-    tables: Sequence[Tensor]
-    """cos and sin of all positions, for each kind of layer: see :func:`rotary_table`."""
-    table_of_layer: Sequence[int]
-    """The index of each layer's table; NO_TABLE for a layer without rotary embedding."""
+    layers_path: str
+    """Of the list of layers in the module."""
+    tables: Sequence[RotaryTable]
+    """One for each kind of layer."""
+    table_of_layer: Sequence[int | None]
+    """The index of each layer's table. None: the layer has no rotary embedding."""
     norm: FusedNorm
     """The last norm, before the head."""
     head: nn.Module
-    softcap: float | None
-    """Of the logits: see :meth:`cap`."""
+    """What :meth:`ModelKernels.head` made."""
     kernels: ModelKernels
+    why_no_program: str | None = None
+    """Why a step of this model is not one native call, where the device has such calls."""
 
     def __post_init__(self) -> None:
         # A step computes the first norm of the first layer by itself. All other layers get theirs
@@ -112,7 +158,11 @@ class FusedForward:
         ]
         self._last_step = steps.pop()
         self._steps_before = steps
-        self.program = self.kernels.program(self)
+        self.program: StepProgram | None = None
+        try:
+            self.program = self.kernels.program(self)
+        except Misfit as misfit:
+            self.why_no_program = str(misfit)
 
     @torch.inference_mode()
     def __call__(
@@ -123,10 +173,10 @@ class FusedForward:
         if self.program is not None:
             logits = self.program(ids, rows, paged)
             if logits is not None:
-                return self.cap(logits)
+                return logits
 
         cos_sin = self.cos_sin(positions)
-        residual: Tensor = self.embed(ids)
+        residual = self.input_rows(ids, positions)
         x = residual if self._first_norm is None else self._first_norm(residual)
         for run, table, end in self._steps_before:
             x, residual = run(x, residual, cos_sin[table], paged)
@@ -134,19 +184,12 @@ class FusedForward:
         last = self._last_step
         x, residual = last.run(x, residual, cos_sin[last.table], paged)
         x, _ = last.end(x, residual, rows)
-        return self.cap(self.head(x))
+        found: Tensor = self.head(x)
+        return found
 
-    def cos_sin(self, positions: Tensor) -> list[CosSin | None]:
-        """cos and sin [T, R] of these positions, from each of the tables. Behind these None, which
-        is what NO_TABLE finds."""
-        # cos and sin of a token are side by side. So the offset from cos to sin, and with it the
-        # alignment of sin, is the same for any number of tokens. A compiler that makes a kernel for
-        # each alignment, as that of the Triton language, then makes only one.
-        found = (table.index_select(0, positions).unbind(1) for table in self.tables)
-        return [*((cos, sin) for cos, sin in found), None]
-
-    def cap(self, logits: Tensor) -> Tensor:
-        """The logits, mapped to ``softcap * tanh(logits / softcap)`` if the model does that."""
-        if self.softcap is None:
-            return logits
-        return torch.tanh(logits / self.softcap) * self.softcap
+    def cos_sin(self, positions: Tensor) -> dict[int | None, CosSin]:
+        """cos and sin [T, R] of these positions, from each of the tables, by its index."""
+        found: dict[int | None, CosSin] = {None: NO_ANGLES}
+        for index, table in enumerate(self.tables):
+            found[index] = table.at(positions)
+        return found

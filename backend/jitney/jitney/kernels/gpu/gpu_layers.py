@@ -28,10 +28,16 @@ from jitney.kernels.fused.forms import (
     Norm,
     NormForm,
     RowFunction,
+    Scaling,
 )
 from jitney.kernels.fused.products import merged_linears
 from jitney.kernels.fused.state_forms import StateForm, StateKernel
-from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
+from jitney.kernels.fused.whole_model import (
+    AdaptedKernels,
+    FusedForward,
+    Places,
+    ScaledHead,
+)
 from jitney.kernels.gpu.adapter_products import GroupedProducts
 from jitney.kernels.gpu.gpu_attention import GpuAttention, HeadTransform
 from jitney.kernels.gpu.invariant_product import InvariantLinear
@@ -41,17 +47,25 @@ from jitney.kernels.gpu.norm_kernels import MOST_WIDTH, add_norm, gate, norm_in_
 class GpuLayerKernels:
     """The :class:`fused.whole_model.ModelKernels` of a GPU."""
 
+    runs_programs = False
+
     def __init__(self, *, batch_invariant: bool) -> None:
         """With ``batch_invariant``, no product is cuBLAS's."""
         self._batch_invariant = batch_invariant
 
     def norm(self, form: NormForm) -> RowFunction:
         """See :class:`fused.whole_model.ModelKernels`, here and below."""
+        if form.centred:
+            raise Misfit("a GPU has no fused kernel for layer norms")
         if form.scale.numel() > MOST_WIDTH:
             raise Misfit(f"it is over more than {MOST_WIDTH} values")
         return partial(norm_rows, norm=form)
 
-    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+    def linear(
+        self, products: Sequence[Any], activation: Activation | None = None, *, gated: bool = True
+    ) -> nn.Module:
+        if activation is not None and not gated:
+            raise Misfit("a GPU has no fused kernel for an activation without a gate")
         joined = self._join(products)
         if activation is None:
             return joined
@@ -73,9 +87,14 @@ class GpuLayerKernels:
                 return merged_quantized
         return _SideBySide(products)
 
+    def experts(self, gate_up: Tensor, down: Tensor, activation: Activation) -> nn.Module:
+        raise Misfit("a GPU has no fused kernel for experts")
+
     def attention(self, form: AttentionForm) -> "GpuHeadAttention":
         if form.is_gated:
             raise Misfit("a GPU has no kernel for gates on heads")
+        if form.rotation != "halves":
+            raise Misfit("a GPU's kernel has no such rotary embedding")
         return GpuHeadAttention(form)
 
     def latents(self, form: LatentForm) -> LatentKernel:
@@ -84,7 +103,11 @@ class GpuLayerKernels:
     def states(self, form: StateForm) -> StateKernel:
         raise Misfit("a GPU has no kernel for states")
 
-    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
+    def end_branch(
+        self, product: RowFunction, branch_norm: Norm, norm: Norm, factor: float = 1.0
+    ) -> EndBranch:
+        if factor != 1.0:
+            raise Misfit("a GPU's kernel has no factor on what a branch adds")
         branch_form = None if branch_norm is None else branch_norm.form
         form = None if norm is None else norm.form
 
@@ -92,6 +115,9 @@ class GpuLayerKernels:
             return add_norm(product(x), residual, branch_norm=branch_form, norm=form, indices=rows)
 
         return end
+
+    def head(self, linear: Any, scaling: Scaling) -> nn.Module:
+        return ScaledHead(linear, scaling)
 
     def program(self, model: FusedForward) -> None:
         """None. CUDA graphs do what a native call does on a CPU."""
