@@ -210,7 +210,7 @@ def test_quantized_projections_are_merged(tmp_path, name: str) -> None:
     report = fuse(model, quantization="fp8")
     assert report.forward is not None, report.reasons
     layer = model.module.model.layers[0]
-    for product in (layer.self_attn.qkv, layer.mlp.gated.gate_up):
+    for product in (layer.mixer.qkv, layer.mlp.gated.gate_up):
         assert type(product).__name__ == "Fp8Linear"
     # Another rounding before one to 8 bits tips some values to the next.
     after = probe_logits(model.module, model.layers, step=report.forward)
