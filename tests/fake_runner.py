@@ -96,6 +96,7 @@ class FakeRunner:
         launch_faults: Callable[[Batch], None] | None = None,
         device: Callable[[], bool] | None = None,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         cache: str = "paged",
         chunking: Chunking = "any",
     ) -> None:
@@ -112,11 +113,12 @@ class FakeRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             overlap=overlap,
             num_slots=num_slots,
+            num_snapshots=num_snapshots,
             cache=cache,
             chunking=chunking,
         )
-        self.slots: list[list[Slot]] = [[] for _ in range(num_slots)]
-        """What each slot holds: the past of its sequence."""
+        self.slots: list[list[Slot]] = [[] for _ in range(num_slots + num_snapshots)]
+        """What each slot holds: the past of its sequence, or a snapshot of one."""
         self._is_dropped = False
         """Whether the step before the one that runs has failed: nobody will use what this gives."""
         self.memory: list[Slot | None] = [None] * (num_blocks * block_size)
@@ -162,6 +164,8 @@ class FakeRunner:
                 self._advance(row, len(batch.rows))
             if self.info.cache != "opaque":
                 self._write(row)
+        for source, destination in batch.snapshots:
+            self.slots[destination] = self.slots[source].copy()
         if self.faults is not None:
             self.faults(batch, True)
         outputs = [self._serve(row) for row in batch.rows]
@@ -211,7 +215,9 @@ class FakeRunner:
             )
             for row in batch.rows
         ]
-        taken = Batch(rows, batch.copies.copy(), batch.slot_copies.copy(), batch.released_slots)
+        taken = replace(
+            batch, rows=rows, copies=batch.copies.copy(), slot_copies=batch.slot_copies.copy()
+        )
         for other in self.in_flight:
             self._check_apart(other.batch, taken)
         before = self.in_flight[-1] if self.in_flight else None
@@ -281,6 +287,11 @@ class FakeRunner:
                     self._check(not shared, f"steps in flight share the blocks {sorted(shared)}")
         used = {row.slot for row in first.rows} & set(second.released_slots)
         self._check(not used, "a slot is released that a step in flight uses")
+        used = {row.slot for row in first.rows}
+        for source, destination in first.slot_copies + first.snapshots:
+            used |= {source, destination}
+        written = {destination for _, destination in second.slot_copies + second.snapshots}
+        self._check(not used & written, "a slot is copied to that a step in flight uses")
         for row in second.rows:
             for other in first.rows:
                 same = (row.key, row.index) == (other.key, other.index)

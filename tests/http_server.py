@@ -13,10 +13,19 @@ class Quiet(BaseHTTPRequestHandler):
         pass
 
 
+class WebServer(ThreadingHTTPServer):
+    """A thread for each connection. None of them keeps the process from ending."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+    """More connections than a test opens at once. With those that find no room (socketserver has
+    room for 5), the kernel tries again after 1, 2, 4, … seconds."""
+
+
 @contextmanager
 def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """``host:port`` of a server on a free port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with WebServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

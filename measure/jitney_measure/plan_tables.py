@@ -80,9 +80,13 @@ def _print_cache(footprint: Footprint, sizes: Sizes) -> None:
     ]
     if footprint.cache != "paged":
         rows.insert(0, ["kind", footprint.cache])
+    if footprint.expansion != 1.0:
+        rows.append(["K and V of latents, for adapters", f"{footprint.expansion:.1f} × latents"])
     if footprint.slot:
         rows.append(["bytes of a sequence's states", f"{footprint.slot:,}"])
         rows.append(["slots for states", f"{sizes.limits.max_num_seqs:,}"])
+        if sizes.num_snapshots:
+            rows.append(["slots for snapshots of them", f"{sizes.num_snapshots:,}"])
     for percent in (50, 99):
         tokens = int(np.percentile(sizes.requests.prompt + sizes.requests.output, percent))
         blocks = max(1, math.ceil((tokens - 1) / block_size))  # the last token is never stored

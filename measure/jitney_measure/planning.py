@@ -29,6 +29,10 @@ _SLOT_TOKENS = 1024
 """So many tokens of blocks are left beside each slot, as in the engine."""
 _SLOT_SHARE = 1 / 4
 """Slots may take this share of the cache, even if fewer tokens are left beside each."""
+_SNAPSHOT_SHARE = 1 / 8
+"""What slots for snapshots may take of the cache, as in the engine."""
+_SEQUENCE_SNAPSHOTS = 4
+"""The most of them for each sequence that may run."""
 _FIRST_BUDGET = 512
 """The token budget with which the choice begins."""
 _MIN_BUDGET = 256
@@ -62,6 +66,8 @@ class Sizes:
     steps: int
     """The activations of a step."""
     cache: int
+    num_snapshots: int = 0
+    """Slots for snapshots, beside those of sequences."""
 
 
 def sample(prompt: LengthSource, output: LengthSource) -> Lengths:
@@ -97,7 +103,8 @@ def choose_sizes(
     for _ in range(_CHOICE_ROUNDS):
         split = choice.split_memory(choice.suggest_batch(split))
     batch = split.batch
-    cache = split.num_blocks * footprint.block + split.num_slots * footprint.slot
+    slots = split.num_slots + split.num_snapshots
+    cache = split.num_blocks * footprint.block + slots * footprint.slot
     return Sizes(
         config=msgspec.structs.replace(
             config,
@@ -117,6 +124,7 @@ def choose_sizes(
         memory=memory,
         steps=split.steps,
         cache=cache,
+        num_snapshots=split.num_snapshots,
     )
 
 
@@ -145,6 +153,7 @@ class _Split:
     num_slots: int
     """Sequences that can run at once by what they hold beside blocks: as many as may run, where
     they hold nothing."""
+    num_snapshots: int
 
 
 @dataclass(frozen=True)
@@ -175,19 +184,32 @@ class _Choice:
             share = self.rest * (self.config.kv_cache_fraction or _CACHE_SHARE)
             cache = int(min(left_by_steps, share))
         # The cache must hold the longest request, and fit beside the weights and a step.
-        num_slots = self._num_slots(batch, cache)
-        slots = num_slots * self.footprint.slot
+        num_snapshots = self._num_snapshots(batch, cache)
+        num_slots = self._num_slots(batch, cache - num_snapshots * self.footprint.slot)
+        slots = (num_slots + num_snapshots) * self.footprint.slot
         most_blocks = math.ceil(self.context / self.config.block_size)
         longest = most_blocks * self.footprint.block + slots
         if longest <= cache <= self.rest - steps:
             num_blocks = batch.seqs * most_blocks  # where blocks cost nothing
             if self.footprint.block:
                 num_blocks = (cache - slots) // self.footprint.block
-            return _Split(batch, steps, num_blocks, num_slots)
+            return _Split(batch, steps, num_blocks, num_slots, num_snapshots)
         smaller = self._halved(batch)
         if smaller == batch:
             raise self._too_small(steps, max(longest, cache))
         return self.split_memory(smaller)
+
+    def _num_snapshots(self, batch: _Batch, cache: int) -> int:
+        """The slots for snapshots of a cache of so many bytes. As in the engine, the longest
+        request has room beside them."""
+        footprint = self.footprint
+        if not footprint.snapshots:
+            return 0
+        most_blocks = math.ceil(self.context / self.config.block_size)
+        beside_one = max(0, cache - footprint.slot - most_blocks * footprint.block)
+        share = int(cache * _SNAPSHOT_SHARE)
+        most = _SEQUENCE_SNAPSHOTS * batch.seqs
+        return min(most, min(share, beside_one) // footprint.slot)
 
     def _num_slots(self, batch: _Batch, cache: int) -> int:
         """The slots of a cache of so many bytes. As in the engine, each has blocks beside it."""

@@ -35,6 +35,7 @@ _RUNNER = (
     "overlap",
     "device",
     "num_slots",
+    "num_snapshots",
     "cache",
     "chunking",
 )

@@ -10,7 +10,7 @@ from tests.mutants import Forks, assert_noticed
 FIRST = ["kv_cache", "scheduling", "admission", "drafts"]
 """Of the files of tests, those that notice most faults in the least time."""
 LAST = "scheduler_machine"
-"""In a process of its own: to import torch takes longer than all others."""
+"""It takes longer than all others."""
 TAKE = "[self._take() for _ in range(num_new)]"
 PENDING = """            self._pending_copies[destination] = source
             self._refs[source] += 1
@@ -194,13 +194,15 @@ SLOT_FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a failed step leaves slots ahead": ("live", "self.to_restart.append(sequence)", "pass"),
     "a fork waits for no slot": ("outcome", "if not live.slots.is_short:", "if True:"),
-    "a sequence waits for no slot": ("admit", "if live.slots.is_short:", "if False:"),
+    "a sequence waits for no slot": ("admit", "if not self._has_slot(key):", "if False:"),
     "forks of opaque caches share blocks": (
         "outcome", "share=live.forks_share_blocks", "share=True",
     ),
     "forks with slots count blocks as shared": ("needs", "0 if has_slots else ", ""),
-    "sequences with slots read the prefix cache": ("scheduler", "prefix_caching=False, ", ""),
-    "sequences with slots have drafts": ("scheduler", ", speculation=None)", ")"),
+    "sequences without snapshots read the prefix cache": (
+        "scheduler", "replace(config, prefix_caching=False)", "replace(config)",
+    ),
+    "sequences with slots have drafts": ("scheduler", "config, speculation=None)", "config)"),
     "a recomputation behind a whole prompt has chunks": (
         "plan",
         "if sequence.num_planned and plan.tokens_left:\n"
@@ -215,12 +217,86 @@ SLOT_FAULTS: dict[str, tuple[str, ...]] = {
         "            return",
     ),
 }  # fmt: skip
+# The same, noticed by test_snapshots.py alone.
+SNAPSHOT_FAULTS: dict[str, tuple[str, ...]] = {
+    "a snapshot is taken late by one token": (
+        "borders", "if row.end % self._block_size:", "if (row.end - 1) % self._block_size:",
+    ),
+    "a snapshot is shared with its user": (
+        "admit",
+        "return slots.fork(slots.snapshots.slot_of(key))",
+        "return slots.snapshots.slot_of(key)",
+    ),
+    "an evicted snapshot is used": (
+        "slots", "self.snapshots.remove(key)", "self.snapshots.slot_of(key)",
+    ),
+    "a snapshot is evicted for its own copy": (
+        "slots", "if self._holders[slot] == 1 and slot != kept:", "if True:",
+    ),
+    "the oldest snapshot is evicted, used or not": ("snapshots", "move_to_end(key)", "get(key)"),
+    "a snapshot without its blocks is a hit": (
+        "admit",
+        "count = slots.snapshots.longest(sequence.hashes, len(blocks))\n"
+        "            return blocks[:count]",
+        "count = slots.snapshots.longest(sequence.hashes, len(sequence.hashes))\n"
+        "            return (blocks + [0] * count)[:count]",
+    ),
+    "blocks without a snapshot are a hit": ("admit", "return blocks[:count]", "return blocks"),
+    "the shortest hit is taken": ("snapshots", "range(most, 0, -1)", "range(1, most + 1)"),
+    "snapshots of failed steps are kept": (
+        "live",
+        "            self.slots.drop_snapshot(snapshot.slot)\n",
+        "            pass\n",
+    ),
+    "a snapshot that was not computed is kept": (
+        "live", "if sequence.num_computed < end:", "if False:",
+    ),
+    "snapshots take the slots of sequences": (
+        "slots", "len(self._begun) >= self.num_snapshots or self.is_short", "self.is_short",
+    ),
+    "a plan ahead makes copies again": ("plan", " if copy not in made]", "]"),
+    "a plan ahead copies no snapshot": (
+        "plan", "[copy for copy in batch.slot_copies if copy not in made]", "[]",
+    ),
+    "chunks end anywhere": (
+        "plan", "self._borders.end_of_chunk(sequence, start + count) - start", "count",
+    ),
+    "what prompts share gets no snapshot": (
+        "admit", "sequence.cached_until = cached_until", "pass",
+    ),
+    "a prompt's last block has no snapshot to begin with": (
+        "borders",
+        "last_position = len(sequence.prompt) - 1",
+        "last_position = len(sequence.prompt)",
+    ),
+    "what is executed again begins with nothing": (
+        "plan",
+        "                hits = self._admitter.hits(sequence)\n",
+        "                hits = []\n",
+    ),
+    "snapshots are ever so near": ("borders", "max(self._every, ", "max(0, "),
+    "a long sequence makes ever so many": ("borders", "border // self._most_equal", "0"),
+    "short prompts get snapshots": ("borders", ">= self._least", ">= 0"),
+    "a snapshot is made twice": (
+        "borders", "if self._has_snapshot(sequence, border):", "if False:",
+    ),
+    "snapshots are kept without a prefix cache": (
+        "scheduler", "            num_snapshots = 0\n", "            pass\n",
+    ),
+}  # fmt: skip
 ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    process = Forks("hypothesis", "msgspec", "numpy", "torch")
+    yield process
+    process.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ALL_FAULTS)
-def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
+def test_a_fault_is_noticed(tmp_path: Path, fault: str, forks: Forks) -> None:
     name, *changes = ALL_FAULTS[fault]
     names = {each.stem.removeprefix("test_") for each in Path(__file__).parent.glob("test_*.py")}
     runs = [[*FIRST, *sorted(names - {*FIRST, LAST})], [LAST]]
@@ -229,14 +305,7 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     if fault in ADMISSION_FAULTS:
         runs = [["tier_admission"]]
     files = [[f"core/test_{name}.py" for name in run] for run in runs]
-    assert_noticed(tmp_path, f"core/{name}.py", changes, files)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    process = Forks("hypothesis", "msgspec", "numpy")
-    yield process
-    process.close()
+    assert_noticed(tmp_path, f"core/{name}.py", changes, files, forks)
 
 
 @pytest.mark.slow
@@ -244,3 +313,10 @@ def forks() -> Iterator[Forks]:
 def test_a_fault_of_slots_is_noticed(tmp_path: Path, fault: str, forks: Forks) -> None:
     name, *changes = SLOT_FAULTS[fault]
     assert_noticed(tmp_path, f"core/{name}.py", changes, [["core/test_slots.py"]], forks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SNAPSHOT_FAULTS)
+def test_a_fault_of_snapshots_is_noticed(tmp_path: Path, fault: str, forks: Forks) -> None:
+    name, *changes = SNAPSHOT_FAULTS[fault]
+    assert_noticed(tmp_path, f"core/{name}.py", changes, [["core/test_snapshots.py"]], forks)

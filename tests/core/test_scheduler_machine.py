@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jitney.adapters.pool import AdapterPool
 from jitney.batch import Batch
+from jitney.core.borders import Borders
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.core.policy.cost import StepCost, Weights
 from jitney.core.policy.prices import NO_DRAFTS, Prices
@@ -120,7 +121,10 @@ class Traffic(RuleBasedStateMachine):
         ),
         limits=st.tuples(st.sampled_from([None, 1, 2]), st.sampled_from([None, None, 0, 2])),
         slots=st.sampled_from([0, 0, 0, 1, 2, 4, 12]),
-        kind=st.tuples(st.sampled_from(["state", "opaque"]), st.sampled_from(["any", "whole"])),
+        snapshots=st.tuples(st.sampled_from([0, 1, 2, 5, 5]), st.integers(1, 3), st.integers(1, 3)),
+        kind=st.sampled_from(
+            [("opaque", "any"), ("opaque", "whole"), ("state", "any"), ("state", "any")]
+        ),
     )
     def start(
         self,
@@ -133,9 +137,11 @@ class Traffic(RuleBasedStateMachine):
         foresight,
         asks,
         slots,
+        snapshots,
         kind,
         **options,
     ) -> None:
+        keeps_snapshots = slots and kind == ("state", "any")
         tiers, targets, limits = (options.pop(name) for name in ("tiers", "seconds", "limits"))
         options["tiers"] = [
             {"name": "0", "ttft_ms": targets[0], "gap_ms": targets[1], "max_running": limits[0]},
@@ -153,6 +159,7 @@ class Traffic(RuleBasedStateMachine):
             launch_faults=self._maybe_raise_at_launch,
             device=lambda: chance.random() < pace[1],
             num_slots=slots,
+            num_snapshots=snapshots[0] if keeps_snapshots else 0,
             cache=kind[0] if slots else "paged",
             chunking=kind[1] if slots else "any",
         )
@@ -174,6 +181,11 @@ class Traffic(RuleBasedStateMachine):
         self.engine = Engine(
             config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool
         )
+        scheduler = self.engine.scheduler
+        # In such short sequences: blocks between two snapshots.
+        scheduler._planner._borders = Borders(
+            scheduler.live, least=snapshots[1], every=snapshots[2]
+        )
         later = SimpleNamespace(submit=lambda *call: self.loading.append(partial(*call)))
         self.engine.pending.threads = [Inline(), later]
         self.pool = pool
@@ -194,6 +206,7 @@ class Traffic(RuleBasedStateMachine):
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None
         self.known_blocks: dict[bytes, list] = {}
+        self.known_pasts: dict[bytes, list] = {}
 
     # ------------------------------------------------------------------ rules
 
@@ -344,6 +357,7 @@ class Traffic(RuleBasedStateMachine):
             kv = self.engine.scheduler.kv
             for key, block in kv._block_of.items():
                 assert self.runner.block(block) == self.known_blocks[key], "wrong content"
+            self._check_snapshots()
             assert self.runner.violations == []
             assert self.engine._steps.num_in_flight == len(self.runner.in_flight) <= 1
 
@@ -370,7 +384,7 @@ class Traffic(RuleBasedStateMachine):
         assert all(one.terminal is not None for one in self.requests.values())
         assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
         slots = self.engine.scheduler.live.slots
-        assert slots.num_free == slots.num_slots, "a slot leaked"
+        assert slots.num_free + len(slots.snapshots) == slots.total, "a slot leaked"
         assert self.runner.in_flight == []
         assert self.engine.step() is None
         pool = self.pool
@@ -478,6 +492,13 @@ class Traffic(RuleBasedStateMachine):
         for start in range(0, len(tokens) - size + 1, size):
             key = block_hash(key, tokens[start : start + size])
             self.known_blocks[key] = slots[start : start + size]
+            self.known_pasts[key] = slots[: start + size]
+
+    def _check_snapshots(self) -> None:
+        snapshots = self.engine.scheduler.live.slots.snapshots
+        for key in snapshots.keys_by_age():
+            past = self.runner.slots[snapshots.slot_of(key)]
+            assert past == self.known_pasts[key], "a snapshot of another past"
 
     def _maybe_raise(self, batch: Batch, written: bool) -> None:
         if self.raise_once == ("raise late" if written else "raise"):

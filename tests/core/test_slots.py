@@ -115,6 +115,7 @@ def test_a_prompt_that_was_computed_before_is_computed_again() -> None:
     play.submit([1] * 9, max_tokens=2)
     play.drain()
     again = play.submit([1] * 9, max_tokens=2)
+    assert play.step().stats.prefix_query_tokens == 0
     play.drain()
     assert play.ends[again].timing.cached_prompt_tokens == 0
     check_streams(play, again)

@@ -1,10 +1,11 @@
 """Tests notice deliberate faults of what watches over engines and their requests, and soon."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import assert_noticed
+from tests.mutants import Forks, assert_noticed
 
 JOURNAL = "engine/test_journal.py"
 BLAME = "engine/test_blame.py"
@@ -220,8 +221,15 @@ FAULTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    process = Forks("hypothesis", "msgspec", "torch", "transformers.modeling_utils")
+    yield process
+    process.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
+def test_a_fault_is_noticed(tmp_path: Path, fault: str, forks: Forks) -> None:
     file, tests, *changes = FAULTS[fault]
-    assert_noticed(tmp_path, file, changes, [[tests]])
+    assert_noticed(tmp_path, file, changes, [[tests]], forks)

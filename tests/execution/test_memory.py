@@ -152,7 +152,7 @@ def test_a_kernel_without_huge_pages_gives_caches_too(monkeypatch: pytest.Monkey
     assert not cache.values.any()
 
 
-def plan_states(size: int, *, slot: int, blocks: bool = True, **options):
+def plan_states(size: int, *, slot: int, blocks: bool = True, snapshots: bool = False, **options):
     config = make_config({"model": "m", "kv_cache_bytes": size, "max_num_seqs": 8, **options})
     needs = Needs(
         device=CPU,
@@ -163,6 +163,7 @@ def plan_states(size: int, *, slot: int, blocks: bool = True, **options):
         adapter_bytes=0,
         slot_bytes=slot,
         most_slots=8,
+        keeps_snapshots=snapshots,
     )
     return plan_memory(config, needs, 8 * GIB)
 
@@ -189,3 +190,21 @@ def test_a_cache_without_room_for_one_slot_is_refused() -> None:
     with pytest.raises(ConfigError, match="a slot of 131,072 bytes and a block of 1,024"):
         plan_states(1 << 17, slot=1 << 17)
     assert plan_states((1 << 17) + (1 << 10), slot=1 << 17).num_slots == 1
+
+
+def test_snapshots_have_a_share_and_leave_room_for_the_longest_sequence() -> None:
+    ledger = plan_states(1 << 20, slot=1 << 14, snapshots=True)
+    assert ledger.num_snapshots == 8
+    assert ledger.num_slots == 8
+    assert ledger.num_blocks == (1 << 10) - 16 * 16
+    assert ledger.cache == 1 << 20
+    assert "8 slots of 16,384 bytes and 8 more for snapshots" in str(ledger)
+    assert plan_states(1 << 20, slot=1 << 15, snapshots=True).num_snapshots == 4
+    assert plan_states(1 << 20, slot=1 << 10, snapshots=True).num_snapshots == 4 * 8
+    assert plan_states(1 << 18, slot=1 << 18, snapshots=True, blocks=False).num_snapshots == 0
+    assert plan_states(40 << 10, slot=1 << 12, snapshots=True).num_snapshots == 1
+    assert plan_states(20 << 10, slot=1 << 12, snapshots=True).num_snapshots == 0
+    # Each snapshot may have the blocks of a sequence of its own.
+    ledger = plan_states(1 << 20, slot=1 << 16, snapshots=True, blocks=False)
+    assert (ledger.num_slots, ledger.num_snapshots) == (8, 2)
+    assert ledger.num_blocks == 10 * 256 // 16

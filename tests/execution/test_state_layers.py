@@ -23,10 +23,13 @@ from tests.tiny_models import make_checkpoint
 NUM_NEW = 24
 LENGTHS = (5, 17, 33, 70)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0)
+FORKING = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0, n=3)
 
 # One of each: attention beside a delta rule, states in every layer and one token at a time, both in
 # one layer, shared attention, a cache of its own class, convolutions.
 OFTEN = {"qwen3_5_text", "mamba", "falcon_h1", "zamba2", "minimax", "lfm2"}
+TOKEN_BY_TOKEN = {"mamba", "falcon_mamba", "jamba", "zamba"}
+"""After a state these go on by single tokens: Mamba 1."""
 
 
 @dataclass
@@ -63,6 +66,7 @@ def make_case(folder: Path, model_type: str) -> Iterator[Case]:
     runner = load(folder)
     # A fault that the proof at load notices leads to an opaque cache, which gives the same tokens.
     assert "state" in runner.info.cache
+    assert bool(runner.info.num_snapshots) == (model_type not in TOKEN_BY_TOKEN)
     yield Case(folder, runner, prompts, expected)
     runner.close()
 
@@ -99,6 +103,7 @@ def test_other_types_give_the_tokens_of_generate(tmp_path: Path, model_type: str
         assert_tokens(case, "in chunks")
         assert_tokens(case, "in turns")
         assert_forks(case)
+        assert_snapshots(case)
         assert_planned(case)
 
 
@@ -112,8 +117,7 @@ def assert_tokens(case: Case, way: str) -> None:
 def assert_forks(case: Case) -> None:
     """All sequences of a request are greedy, so they give the same tokens: those of ``generate``.
     One ends early: what begins then takes its slot."""
-    several = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0, n=3)
-    requests = [(prompt, several) for prompt in case.prompts[:2]]
+    requests = [(prompt, FORKING) for prompt in case.prompts[:2]]
     driven = drive(case.runner, requests, budget=32, stagger=3, num_slots=4)
     for (key, _), tokens in driven.outputs.items():
         assert tokens == case.expected[key, 0]
@@ -153,6 +157,33 @@ def test_prompt_logprobs_advance_a_state_once(case: Case, monkeypatch: pytest.Mo
         assert own == pytest.approx(float(right[position - 1, token]), abs=2e-3)
 
 
+def test_a_prompt_goes_on_from_a_snapshot(case: Case) -> None:
+    assert_snapshots(case)
+
+
+def assert_snapshots(case: Case) -> None:
+    """A prompt that comes again, one that begins like it, and its forks have the tokens of
+    ``generate``, though all but the end of each is taken from a snapshot. So has a preempted
+    sequence."""
+    if not case.runner.info.num_snapshots:
+        return  # as `make_case` has checked
+    first, other = make_prompts(150, 150)
+    longer = first + other[:9]
+    expected = expected_outputs(eager(case.folder), [first, longer], NUM_NEW)
+    requests = [(first, GREEDY), (longer, GREEDY), (first, GREEDY), (first, FORKING)]
+    driven = drive(case.runner, requests, budget=64, stagger=40)
+    for (key, _), tokens in driven.outputs.items():
+        assert tokens == expected[int(key == 1), 0]
+    cached = [driven.timings[key].timing.cached_prompt_tokens for key in range(4)]
+    assert cached == [0, 144, 144, 144]
+
+    requests = [(other, GREEDY), (first, GREEDY)]
+    driven = drive(case.runner, requests, budget=64, num_blocks=20, watermark=0.0)
+    assert driven.preemptions > 0
+    assert driven.hit_tokens == 144
+    assert driven.outputs[1, 0] == expected[0, 0]
+
+
 def test_a_plan_counts_slots_and_blocks_as_the_load_does(case: Case) -> None:
     assert_planned(case)
 
@@ -165,8 +196,10 @@ def assert_planned(case: Case) -> None:
     assert case.runner._model.states is not None
     assert footprint.slot == case.runner._model.states.slot_bytes > 0
     assert footprint.cache == info.cache
-    slots = info.num_slots * footprint.slot
+    assert footprint.snapshots
     assert info.num_slots == 8
+    assert info.num_snapshots in (0, 4 * 8)
+    slots = (info.num_slots + info.num_snapshots) * footprint.slot
     if footprint.block:
         assert info.kv_cache_bytes - slots == info.num_blocks * footprint.block
 
@@ -175,12 +208,13 @@ def test_batch_invariant_takes_opaque_caches(trunk: Case) -> None:
     runner = load(trunk.folder, batch_invariant=True)
     assert "state" in trunk.runner.info.cache
     assert runner.info.cache == "opaque"
+    assert runner.info.num_snapshots == 0
     runner.close()
 
 
 def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_path: Path) -> None:
     """The runner's first steps have an adapter of zeros for all of them."""
-    runner = load(case.folder, adapters=str(tmp_path), fuse=False)
+    runner = load(case.folder, adapters=str(tmp_path))
     states = runner._model.states
     assert states is not None
     for path in runner.sites:

@@ -8,6 +8,8 @@ from tests.mutants import Forks, assert_noticed
 
 FILE = "execution/test_state_layers.py"
 TOKENS = f"{FILE}::test_tokens_are_those_of_generate"
+# A convolution soon forgets what was wrong: this takes a recurrence.
+SNAPSHOTS = f"{FILE}::test_a_prompt_goes_on_from_a_snapshot[qwen3_5_text]"
 
 # name -> (file of execution/, what is written there, what is written in its place; …, the test)
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -22,6 +24,26 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "self._states.copy(batch.slot_copies)",
         "pass",
         f"{FILE}::test_forks_go_on_from_a_copy_of_the_state[lfm2]",
+    ),
+    "a snapshot is not made": (
+        "runner",
+        "self._states.copy(batch.snapshots)",
+        "pass",
+        SNAPSHOTS,
+    ),
+    "a snapshot is made before its step": (
+        "runner",
+        "self._states.copy(batch.slot_copies)",
+        "self._states.copy(batch.slot_copies + batch.snapshots)",
+        "self._states.copy(batch.snapshots)",
+        "pass",
+        SNAPSHOTS,
+    ),
+    "a row goes on from an empty state": (
+        "attention",
+        "is_new=row.start == 0",
+        "is_new=len(row.token_ids) > 1",
+        SNAPSHOTS,
     ),
     "states are written back to other rows": (
         "state_rows",

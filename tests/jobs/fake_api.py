@@ -5,8 +5,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
+
+from tests.http_server import WebServer
 
 KEY = "a-key-that-nobody-may-read-0123456789"
 STATUS = {"refused": 400, "fault": 500, "late": 504, "busy": 429, "gone": 404, "unpaid": 402}
@@ -45,7 +47,7 @@ class Api(BaseHTTPRequestHandler):
 def api() -> Iterator[str]:
     """Its address."""
     Api.asked.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+    with WebServer(("127.0.0.1", 0), Api) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

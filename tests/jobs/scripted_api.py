@@ -8,8 +8,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
+
+from tests.http_server import WebServer
 
 
 class Reply(NamedTuple):
@@ -106,10 +108,7 @@ def scripted_api(
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-    with Server(("localhost", port), Handler) as server:
+    with WebServer(("localhost", port), Handler) as server:
         if context is not None:
             # Each connection shakes hands in its own thread: one that never does holds up nobody.
             server.socket = context.wrap_socket(

@@ -441,7 +441,7 @@ def test_no_table_where_the_longest_position_decides(tmp_path) -> None:
 
 def test_a_table_that_would_be_too_large_ends_early(tmp_path, monkeypatch) -> None:
     """The rotary module gives the positions behind it."""
-    monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 1000)
+    monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", 1000)
     fused = fuse(load(tmp_path, "llama"))
     assert fused.counts == WHOLE
     assert len(fused.report.forward.tables[0].angles) < INPUTS[1].max()

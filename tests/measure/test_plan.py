@@ -203,11 +203,14 @@ def test_a_memory_in_which_only_a_smaller_batch_fits() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("snapshots", [False, True])
 @pytest.mark.parametrize("block", [4096, 0])
-def test_slots_for_states_are_part_of_the_cache(block: int) -> None:
+def test_slots_for_states_are_part_of_the_cache(block: int, snapshots: bool) -> None:
     """A model may keep nothing in blocks: then slots alone limit what runs."""
     slot = 1 << 20
-    with_states = replace(footprint(weights=0), slot=slot, block=block, cache="state")
+    with_states = replace(
+        footprint(weights=0), slot=slot, block=block, cache="state", snapshots=snapshots
+    )
     made = Lengths.of_quantiles([(900.0, 0.0)], [(50.0, 0.0)], 200)
     sizes = planning.choose_sizes(
         options(max_num_seqs=256), {"max_num_seqs"}, footprint=with_states, requests=made,
@@ -215,6 +218,8 @@ def test_slots_for_states_are_part_of_the_cache(block: int) -> None:
     )  # fmt: skip
     slots = sizes.limits.max_num_seqs
     assert 20 < slots < 64
+    assert sizes.num_snapshots == (7 if snapshots else 0)
+    slots += sizes.num_snapshots
     assert sizes.cache == sizes.limits.num_blocks * block + slots * slot
     longest = int((made.prompt + made.output).max())
     assert sizes.limits.num_blocks >= longest / sizes.config.block_size

@@ -117,7 +117,8 @@ class Row:
     slot: int | None = None
     """What the sequence holds beside its blocks, if the model has slots. A row whose ``start`` is 0
     begins with an empty slot; any other goes on from what the slot holds, which is the past of the
-    tokens before ``start``."""
+    tokens before ``start``. (For the first row of a sequence it may be the copy of a snapshot, made
+    by ``Batch.slot_copies``.)"""
     named_tokens: NamedTokens | None = None
     """Those of ``params``, ``stop_ids`` and ``bad_words_ids``, if a sample depends on them. The
     scheduler sets them in every row that needs them. If another caller does not, the sampler makes
@@ -144,6 +145,8 @@ class Batch:
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     """Slots to copy before the rows are computed: (source, destination). All sources are read
     before any destination is written."""
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    """Slots to copy after the rows are computed: (source, destination)."""
     released_slots: list[int] = field(default_factory=list)
     """Slots that nobody holds any more: what they hold may be freed, before anything else is done.
     A hint. Not every slot that is released is named: it may have been given to another sequence

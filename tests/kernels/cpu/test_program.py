@@ -178,7 +178,7 @@ def test_a_load_says_why_a_step_is_no_native_call(tmp_path, caplog) -> None:
 def test_a_short_table_of_angles_changes_no_bit(tmp_path, monkeypatch, name: str) -> None:
     """Steps behind its end, and before, and behind it again."""
     whole = run(fuse_whole(load(tmp_path, name)), load(tmp_path, name))
-    monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 3000)
+    monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", 3000)
     model = load(tmp_path, name)
     forward = fuse_whole(model)
     assert not any(table.is_whole for table in forward.tables)

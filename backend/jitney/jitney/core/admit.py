@@ -1,5 +1,8 @@
 """Admission: a waiting sequence gets what it holds while it runs, blocks for all of its tokens and,
 if its model has slots, a slot. Called by the planner, which decides who is asked and when.
+
+What of its prefix is cached it need not compute. In a model with slots that is what comes before a
+snapshot whose blocks are cached: its slot is a copy of the snapshot then.
 """
 
 from jitney.config import EngineConfig
@@ -21,6 +24,16 @@ class Admitter:
 
     def hits(self, sequence: Sequence) -> list[int]:
         """The cached blocks that a waiting sequence would begin with."""
+        blocks = self._cached_blocks(sequence)
+        slots = self._live.slots
+        if slots.is_used:
+            count = slots.snapshots.longest(sequence.hashes, len(blocks))
+            return blocks[:count]
+        return blocks
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of the longest prefix that it could begin with, if there is a snapshot
+        where it needs one."""
         if not self._reads_cache(sequence.request):
             return []
         # At least one token must be computed, to have logits to sample from.
@@ -36,9 +49,12 @@ class Admitter:
         live = self._live
         request = sequence.request
         kv = live.kv
-        if live.slots.is_short:
+        key = None  # of the snapshot that it begins with
+        if live.slots.is_used and hits:
+            key = sequence.hashes[len(hits) - 1]
+        if not self._has_slot(key):
             # Every running sequence has a slot of its own. But a step in flight, or a pending copy,
-            # may still hold the slot of a sequence that has ended.
+            # may still hold the slot of a sequence that has ended, or of a snapshot.
             return False
         if not self._preempts and kv.pending_copies():
             # Until this step has made a copy, its source is held beside all reserved blocks.
@@ -48,6 +64,9 @@ class Admitter:
             reserve += request.reserved_blocks
         if live.reserved_blocks + reserve > kv.num_blocks:
             return False
+        cached_until = 0
+        if live.slots.num_snapshots and not sequence.output:
+            cached_until = len(self._cached_blocks(sequence)) * kv.block_size
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
         # If nothing runs, no blocks will be freed. So the sequence must not wait for blocks that it
         # does not need itself.
@@ -66,7 +85,8 @@ class Admitter:
         sequence.decodes_from = sequence.num_tokens
         if sequence.output:  # see the docstring of decodes_from
             sequence.decodes_from -= 1
-        sequence.slot = live.slots.take()
+        sequence.slot = self._take_slot(key)
+        sequence.cached_until = cached_until
         live.admit(sequence, table, num_cached, plan.now)
         if self._reads_cache(request):
             # A preempted sequence looks up its output, too, but only the prompt is counted.
@@ -74,6 +94,22 @@ class Admitter:
             plan.counts.prefix_query_tokens += prompt_size
             plan.counts.prefix_hit_tokens += min(num_cached, prompt_size)
         return True
+
+    def _has_slot(self, key: bytes | None) -> bool:
+        """Whether :meth:`_take_slot` would get one, if slots are needed."""
+        slots = self._live.slots
+        if key is None:
+            return not slots.is_short
+        return slots.can_copy(slots.snapshots.slot_of(key))
+
+    def _take_slot(self, key: bytes | None) -> int | None:
+        """A slot that is to become a copy of the snapshot of ``key``; an empty one without. None if
+        the model has no slots."""
+        slots = self._live.slots
+        if key is None:
+            return slots.take()
+        slots.snapshots.note_used(key)
+        return slots.fork(slots.snapshots.slot_of(key))
 
     def _reads_cache(self, request: Request) -> bool:
         return self._caching and request.reads_cache

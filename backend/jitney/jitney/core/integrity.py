@@ -146,12 +146,15 @@ def _check_slots(live: LiveRequests) -> None:
     slots = [sequence.slot for sequence in live.running]
     for slot in slots:
         assert (slot is not None) == live.slots.is_used, "a sequence runs without a slot"
+    begun = []
     for step in live.in_flight:
         slots += [deferred.slot for deferred in step.deferred]
+        begun += [snapshot.slot for snapshot in step.snapshots]
         for row in step.batch.rows:
             sequence = live.sequence_of(row)
             assert sequence is None or row.slot == sequence.slot, "a row in flight has another slot"
-    live.slots.check_integrity(slot for slot in slots if slot is not None)
+    held = [slot for slot in slots if slot is not None]
+    live.slots.check_integrity(held, begun)
 
 
 def _check_copies_in_flight(live: LiveRequests) -> None:

@@ -16,7 +16,7 @@ from bisect import insort
 from jitney.batch import Batch, Row
 from jitney.core.deadlines import Deadlines
 from jitney.core.kv_cache import KvCache
-from jitney.core.planned_step import DeferredFree, PlannedStep
+from jitney.core.planned_step import BegunSnapshot, DeferredFree, PlannedStep
 from jitney.core.policy.seam import Admission
 from jitney.core.request import Request, Sequence, SequenceState, order, remove_ordered
 from jitney.core.slots import Slots
@@ -95,6 +95,7 @@ class LiveRequests:
         sequence.num_computed = num_computed
         sequence.num_planned = num_computed
         sequence.num_offered_blocks = num_computed // self.kv.block_size
+        sequence.snapshot_at = num_computed
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=order)
         self.admission.note_admitted(sequence)
@@ -136,9 +137,9 @@ class LiveRequests:
         self.wait(sequence, now)
 
     def restart_reverted(self, now: float) -> None:
-        """Preempt the sequences of reverted steps that hold slots: they begin anew from token 0. A
-        step that fails may have computed some of its rows, and what a slot holds cannot be taken
-        back by a token. No step may be in flight."""
+        """Preempt the sequences of reverted steps that hold slots: they begin anew, from token 0 or
+        a snapshot. A step that fails may have computed some of its rows, and what a slot holds
+        cannot be taken back by a token. No step may be in flight."""
         assert not self.in_flight
         for sequence in self.to_restart:
             # It may have ended meanwhile, or stand in the list twice.
@@ -181,6 +182,18 @@ class LiveRequests:
         kept = self.kv.blocks_for(max(sequence.num_planned, sequence.num_tokens))
         self.kv.release(sequence.table[kept:])
         del sequence.table[kept:]
+
+    def keep_snapshots(self, snapshots: list[BegunSnapshot]) -> None:
+        """The output of the step that made these snapshots is applied: from now on they are found.
+        Those of sequences that the step has not advanced, because they had ended or their row has
+        failed, come to nothing."""
+        for sequence, end, slot in snapshots:
+            if sequence.num_computed < end:
+                self.slots.drop_snapshot(slot)
+                continue
+            count = end // self.kv.block_size
+            key = sequence.hash_blocks(count, self.kv.block_size)[-1]
+            self.slots.keep_snapshot(slot, key)
 
     def _leave_running(self, sequence: Sequence) -> None:
         found = remove_ordered(self.running, sequence)
@@ -265,6 +278,8 @@ class LiveRequests:
             # A copy may have been made from a slot that this step has changed, or not at all.
             copied = {destination for _, destination in batch.slot_copies}
             self.to_restart += [each for each in self.running if each.slot in copied]
+        for snapshot in step.snapshots:
+            self.slots.drop_snapshot(snapshot.slot)
         if self.in_flight:  # the step before this one may still use the same tables
             self.in_flight[-1].deferred += step.deferred
         else:

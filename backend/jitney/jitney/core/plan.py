@@ -27,7 +27,7 @@ A plan *ahead* is made while a step is in flight. It differs in five things:
   gets its row in the next plan.
 - Nothing is preempted: :attr:`Planner.can_plan_ahead` has checked that there is a block for each
   decode. Tokens that a grammar forces and that do not fit are computed in the next step.
-- It copies no blocks and no slots.
+- It copies no blocks. Of slots it copies only snapshots, for sequences that it admits.
 
 Models whose prompts may not be cut (``Chunking``) take other steps: a prompt has one of its own,
 whatever the budget is, and each later row of its sequence has one token. Steps with a prompt and
@@ -38,6 +38,7 @@ What may shape a step beside rank and budget is asked of ``policy``.
 
 from jitney.config import EngineConfig
 from jitney.core.admit import Admitter
+from jitney.core.borders import Borders
 from jitney.core.live import LiveRequests
 from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.draft_budget import DraftBudget
@@ -69,6 +70,7 @@ class Planner:
     ) -> None:
         """Admissions leave ``watermark`` blocks free."""
         self._live = live
+        self._borders = Borders(live)
         self._kv = live.kv
         self._admitter = Admitter(config, live, watermark)
         self._admission = policies.admission
@@ -147,9 +149,10 @@ class Planner:
         for sequence in sequences:
             if not plan.tokens_left:
                 break
-            waits = sequence.state is SequenceState.WAITING
-            if waits and not self._admitter.admit(plan, sequence, hits=[]):
-                continue
+            if sequence.state is SequenceState.WAITING:
+                hits = self._admitter.hits(sequence)
+                if not self._admitter.admit(plan, sequence, hits):
+                    continue
             count = sequence.num_tokens - sequence.num_planned
             if self._cuts_prompts:
                 self._plan_known(plan, sequence, min(count, plan.tokens_left))
@@ -182,14 +185,20 @@ class Planner:
         return not has_preempted or not self._live.running
 
     def _add_copies(self, plan: StepPlan) -> None:
-        """Complete a plan: it makes the pending copies. A plan ahead makes none, because the step
-        in flight makes all that are pending, and forks are made when it is complete."""
+        """Complete a plan: it makes the pending copies, and snapshots. A plan ahead makes only the
+        copies of snapshots for sequences that it has admitted: the step in flight makes all others
+        that are pending, and forks are made when it is complete."""
         assert plan.tokens_left >= 0, "the step is over its budget"
-        if not plan.ahead:
-            batch = plan.step.batch
-            batch.copies = self._kv.pending_copies()
-            batch.slot_copies = self._live.slots.pending_copies()
-            batch.released_slots = self._live.slots.take_released()
+        batch = plan.step.batch
+        slots = self._live.slots
+        self._borders.begin_snapshots(plan.step)
+        batch.slot_copies = slots.pending_copies()
+        if plan.ahead:
+            made = self._live.in_flight[-1].batch.slot_copies
+            batch.slot_copies = [copy for copy in batch.slot_copies if copy not in made]
+            return
+        batch.copies = self._kv.pending_copies()
+        batch.released_slots = slots.take_released()
 
     # ------------------------------------------------------------------ what can be planned ahead
 
@@ -333,6 +342,8 @@ class Planner:
         when the sequence was admitted."""
         start = sequence.num_planned
         count = min(sequence.num_tokens - start, most)
+        # It ends early where a snapshot is to be made.
+        count = self._borders.end_of_chunk(sequence, start + count) - start
         # A sequence that was just admitted may have only its last token left to compute: that is a
         # decode.
         if start < sequence.decodes_from:

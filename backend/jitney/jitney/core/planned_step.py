@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jitney.batch import Batch
+from jitney.core.request import Sequence
 
 
 class DeferredFree(NamedTuple):
@@ -19,6 +20,15 @@ class DeferredFree(NamedTuple):
     num_computed: int
     """Its leading tokens that are written: ``integrity`` checks the blocks after them."""
     slot: int | None = None
+
+
+class BegunSnapshot(NamedTuple):
+    """A snapshot that a step makes."""
+
+    sequence: Sequence
+    end: int
+    """Of its tokens that the snapshot is the past of."""
+    slot: int
 
 
 @dataclass(slots=True)
@@ -35,5 +45,7 @@ class PlannedStep:
     A plan ahead leaves these sequences out."""
     target: float | None = None
     """Seconds that the step should take at most, if a policy limits them."""
+    snapshots: list[BegunSnapshot] = field(default_factory=list)
+    """They are found once the step is complete."""
     deferred: list[DeferredFree] = field(default_factory=list)
     """What to free when the step is complete."""

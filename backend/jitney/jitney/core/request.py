@@ -280,6 +280,13 @@ class Sequence:
     """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
     slot: int | None = field(default=None, init=False)
     """See ``slots``. None unless RUNNING, and for models without slots."""
+    snapshot_at: int = field(default=0, init=False)
+    """Up to this position it needs no further snapshot: it has begun here, or made its latest
+    snapshot, or found one made by another."""
+    cached_until: int = field(default=0, init=False)
+    """If its model keeps snapshots: where the cached blocks of its prompt ended when it was
+    admitted. It may have begun before that, at a snapshot. Others may share the tokens up to here,
+    too."""
     hashes: list[bytes] = field(default_factory=list, init=False)
     """Hashes of its leading full blocks, as far as they were asked for. They depend on the tokens
     and on ``Request.root`` alone, so they stay when it is preempted."""

@@ -71,18 +71,24 @@ class Scheduler:
         max_model_len: int,
         max_num_batched_tokens: int,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         chunking: Chunking = "any",
         forks_share_blocks: bool = True,
     ) -> None:
-        """The last three are of models with slots. ``forks_share_blocks``: whether a fork reads the
-        blocks of its leader, or gets copies of all of them."""
+        """The last four are of models with slots. ``num_snapshots``: slots beside ``num_slots``;
+        0: none are kept. ``forks_share_blocks``: whether a fork reads the blocks of its leader, or
+        gets copies of all of them."""
         # The budget of a step has a token for each running sequence.
         max_running = min(config.max_num_seqs, max_num_batched_tokens)
         if num_slots:
             max_running = min(max_running, num_slots)
-            # What a slot holds is the past of all tokens. So a sequence cannot begin with cached
-            # blocks, and a wrong draft could not be taken back.
-            config = msgspec.structs.replace(config, prefix_caching=False, speculation=None)
+            # What a slot holds is the past of all tokens. So without snapshots a sequence cannot
+            # begin with cached blocks, and a wrong draft could not be taken back.
+            if not num_snapshots:
+                config = msgspec.structs.replace(config, prefix_caching=False)
+            config = msgspec.structs.replace(config, speculation=None)
+        if not config.prefix_caching:
+            num_snapshots = 0
         self.config = config
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -101,7 +107,7 @@ class Scheduler:
         self.live = LiveRequests(
             self.kv,
             self._admission,
-            Slots(num_slots),
+            Slots(num_slots, num_snapshots),
             forks_share_blocks=forks_share_blocks,
         )
         self._held = HeldRequests()
@@ -387,6 +393,7 @@ class Scheduler:
                 applier.events += self.fail(row.key, error_of(sequence, result.error))
             else:
                 applier.apply(sequence, row, result)
+        self.live.keep_snapshots(step.snapshots)
         self._counts.batch_sequences += len(batch.rows)
         return applier.events
 

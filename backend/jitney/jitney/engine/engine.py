@@ -416,6 +416,7 @@ class Engine:
             max_model_len=info.max_model_len,
             max_num_batched_tokens=info.max_num_batched_tokens,
             num_slots=info.num_slots,
+            num_snapshots=info.num_snapshots,
             chunking=info.chunking,
             # Transformers' own cache objects share nothing.
             forks_share_blocks=info.cache != "opaque",

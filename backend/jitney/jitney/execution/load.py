@@ -199,10 +199,6 @@ def speed_up(
         finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # A model that is fused as a whole can change a layer that was joined with others: it knows
-    # which columns of the joined result are the layer's (`low_rank.Part`). Others do not.
-    if not model.fused:
-        _check_sites(model)
     if finish is not None:
         model = finish(model)
     return PreparedModel(model=model, attention=attention, accelerator=accelerator)
@@ -237,20 +233,6 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     )
     probe.check_same(before, after, rounds_inputs=rounds_inputs, tokens=tokens)
     return faster
-
-
-def _check_sites(model: LoadedModel) -> None:
-    """Raise ConfigError if kernels have joined a layer that adapters may change with others. An
-    adapter's product is added to the layer's own result, and there is none any more. ``model`` is
-    not fused as a whole."""
-    paths = dict(model.module.named_modules())
-    for path in model.sites:
-        if path not in paths:
-            bound = (
-                f"False with adapters: kernels joined {path} with other layers, and only a model "
-                "that is fused as a whole can change it alone"
-            )
-            raise ConfigError.of("fuse", True, bound)
 
 
 def _prepare_draft(
@@ -338,7 +320,8 @@ def allocate(
     try:
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
         if model.states is not None:
-            states = StateSlots(model.states, ledger.num_slots, model.device)
+            num_slots = ledger.num_slots + ledger.num_snapshots
+            states = StateSlots(model.states, num_slots, model.device)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
             draft_inputs = setup.inputs(ledger.num_blocks, ledger.block_size)
@@ -380,6 +363,13 @@ def _needs_of(
         copied_rank = target.accelerator.copied_rank(model, config.max_adapter_rank)
     if steps is None:
         steps = memory.estimate_steps(model, info.max_num_batched_tokens, config.most_samples)
+    slot_bytes = 0
+    most_slots = 0
+    keeps_snapshots = False
+    if model.states is not None:
+        slot_bytes = model.states.slot_bytes
+        most_slots = most_running
+        keeps_snapshots = config.prefix_caching and model.states.goes_on_in_chunks
     return memory.Needs(
         device=model.device,
         max_model_len=model.max_model_len,
@@ -387,8 +377,9 @@ def _needs_of(
         block_bytes=memory.block_bytes(model.layers, config.block_size, dtype),
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
-        slot_bytes=0 if model.states is None else model.states.slot_bytes,
-        most_slots=0 if model.states is None else most_running,
+        slot_bytes=slot_bytes,
+        most_slots=most_slots,
+        keeps_snapshots=keeps_snapshots,
     )
 
 
@@ -409,6 +400,7 @@ def make_runner(
         num_blocks=ledger.num_blocks,
         kv_cache_bytes=ledger.cache,
         num_slots=ledger.num_slots,
+        num_snapshots=ledger.num_snapshots,
     )
     if target.accelerator is None or allocation.states is not None:
         runner = TorchRunner(target.model, allocation.caches, info, states=allocation.states)
@@ -432,6 +424,12 @@ def make_runner(
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
     what = f"a {model.config.model_type} of {info.num_parameters:,} parameters in {info.dtype}"
     where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
+    cache = f"cache {info.cache}"
     if model.states is not None:
-        where += f", states of {len({key.layer for key in model.states.shapes})} layers in slots"
-    _log.info("loaded %s %s, in %.1f s", what, where, seconds)
+        in_slots = f"{len({key.layer for key in model.states.shapes})} layers in slots"
+        if not info.num_snapshots:
+            in_slots += ", no prefix cache"
+        cache += f" ({in_slots})"
+    if info.slowdown != 1.0:
+        cache += f" ({info.slowdown:.1f} times as long for 8 sequences as in one pass)"
+    _log.info("loaded %s %s, %s, in %.1f s", what, where, cache, seconds)

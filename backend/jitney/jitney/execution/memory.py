@@ -29,6 +29,12 @@ _SLOT_TOKENS = 1024
 slot."""
 _SLOT_SHARE = 1 / 4
 """Slots may take this share of the cache, even if fewer tokens are left beside each."""
+_SNAPSHOT_SHARE = 1 / 8
+"""Snapshots get this share of the cache at most, for when all sequences run: else they are also in
+the slots that no sequence holds. So at worst an eighth fewer tokens fit, and that many sequences
+are preempted earlier; but a sequence that is preempted begins again at a snapshot."""
+_SEQUENCE_SNAPSHOTS = 4
+"""There are at most so many snapshots for each sequence that may run, however small they are."""
 _SPARE_SHARE = 1 / 64
 """This share of the free memory stays unused, unless ``kv_cache_bytes`` is set. An engine that
 replaces this one after a crash must get a cache of the same size, and may find a little less memory
@@ -55,7 +61,7 @@ class Ledger:
 
     weights: int
     cache: int
-    """Blocks and slots."""
+    """Blocks, slots and snapshots."""
     steps: StepMemory
     """Measured on a GPU, else estimated."""
     free: int
@@ -69,6 +75,8 @@ class Ledger:
     """See ``core.slots``; 0: the model has none."""
     slot_bytes: int = 0
     """Of one slot: all states of one sequence."""
+    num_snapshots: int = 0
+    """Slots beside ``num_slots``, for snapshots (see ``core.snapshots``)."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
@@ -80,7 +88,10 @@ class Ledger:
             f"activations at most about {_mib(self.steps.activations)}",
         ]
         if self.num_slots:
-            parts.insert(2, f"in it {self.num_slots:,} slots of {self.slot_bytes:,} bytes")
+            slots = f"in it {self.num_slots:,} slots of {self.slot_bytes:,} bytes"
+            if self.num_snapshots:
+                slots += f" and {self.num_snapshots:,} more for snapshots"
+            parts.insert(2, slots)
         if self.steps.graphs:
             parts.append(f"graphs at most about {_mib(self.steps.graphs)}")
         if self.adapters:
@@ -106,6 +117,8 @@ class Needs:
     """Of one slot (see ``core.slots``): what a sequence keeps beside its blocks."""
     most_slots: int = 0
     """How many sequences may run, if each holds a slot; 0: the model has no slots."""
+    keeps_snapshots: bool = False
+    """Whether snapshots of slots are kept."""
 
     @property
     def beside_cache(self) -> int:
@@ -120,16 +133,18 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     size is not enough for one block.
     """
     size = _cache_bytes(config, needs, available)
-    num_slots = _num_slots(config, needs, size)
-    for_blocks = size - num_slots * needs.slot_bytes
+    num_snapshots = _num_snapshots(config, needs, size)
+    num_slots = _num_slots(config, needs, size - num_snapshots * needs.slot_bytes)
+    all_slots = num_slots + num_snapshots
+    for_blocks = size - all_slots * needs.slot_bytes
     if needs.block_bytes:
         num_blocks = for_blocks // needs.block_bytes
-    else:  # slots hold all that is kept: there are blocks for every sequence
-        num_blocks = num_slots * _sequence_blocks(config, needs)
+    else:  # slots hold all that is kept: there are blocks for every sequence and snapshot
+        num_blocks = all_slots * _sequence_blocks(config, needs)
     if num_blocks < 1:
         bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
         raise wrong_size(config, size, bound)
-    cache = num_blocks * needs.block_bytes + num_slots * needs.slot_bytes
+    cache = num_blocks * needs.block_bytes + all_slots * needs.slot_bytes
     return Ledger(
         weights=needs.weight_bytes,
         cache=cache,
@@ -141,7 +156,18 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
         block_bytes=needs.block_bytes,
         num_slots=num_slots,
         slot_bytes=needs.slot_bytes,
+        num_snapshots=num_snapshots,
     )
+
+
+def _num_snapshots(config: EngineConfig, needs: Needs, size: int) -> int:
+    """How many slots a cache of this size has for snapshots: as many as fit into
+    ``_SNAPSHOT_SHARE`` of it, and beside a sequence of full length."""
+    if not needs.keeps_snapshots:
+        return 0
+    share = int(size * _SNAPSHOT_SHARE)
+    beside_one = max(0, size - _longest_bytes(config, needs))
+    return min(_most_snapshots(needs), min(share, beside_one) // needs.slot_bytes)
 
 
 def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
@@ -203,9 +229,19 @@ def _default_share(device: torch.device, available: int) -> int:
 
 
 def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
-    """The size of a cache that ``max_num_seqs`` sequences of full length fill."""
-    sequence_bytes = _sequence_blocks(config, needs) * needs.block_bytes + needs.slot_bytes
-    return config.max_num_seqs * sequence_bytes
+    """The size of a cache that ``max_num_seqs`` sequences of full length fill, and snapshots."""
+    snapshots = _most_snapshots(needs) * needs.slot_bytes
+    return config.max_num_seqs * _longest_bytes(config, needs) + snapshots
+
+
+def _most_snapshots(needs: Needs) -> int:
+    """How many snapshots are of use."""
+    return _SEQUENCE_SNAPSHOTS * needs.most_slots if needs.keeps_snapshots else 0
+
+
+def _longest_bytes(config: EngineConfig, needs: Needs) -> int:
+    """What a sequence of full length holds."""
+    return _sequence_blocks(config, needs) * needs.block_bytes + needs.slot_bytes
 
 
 def wrong_size(config: EngineConfig, size: int, bound: str) -> ConfigError:

@@ -6,7 +6,7 @@ each layer there is one tensor here whose dimension 0 counts slots. A slot that 
 holds what another one left: a row that begins a sequence never reads it.
 
 Which states there are is found by a trial (``state_trial``). A step reads and writes them through
-``state_rows``, and the runner copies slots for forks.
+``state_rows``, and the runner copies slots for forks and snapshots.
 """
 
 from collections.abc import Sequence
@@ -80,6 +80,12 @@ class StateLayout:
     def slot_bytes(self) -> int:
         """Bytes of all states of one sequence."""
         return sum(state.num_bytes for state in self.shapes.values())
+
+    @property
+    def goes_on_in_chunks(self) -> bool:
+        """Whether all modules go on after a state by several tokens at once, as after a
+        snapshot."""
+        return not any(module.by_token for module in self.modules)
 
     @property
     def scan_bytes(self) -> int:

@@ -24,7 +24,7 @@ from jitney.execution.quantized import (
     weight_of,
 )
 from jitney.execution.support import named_lengths
-from jitney.kernels.fused.adapted import AdaptedForward
+from jitney.kernels.fused.adapted import AdaptedForward, AdaptedModules
 from jitney.kernels.fused.forms import (
     AttentionForm,
     FusedNorm,
@@ -58,6 +58,7 @@ from jitney.kernels.fused.recognise import (
     mlp_children,
 )
 from jitney.kernels.fused.rotary import (
+    SURPLUS,
     AngleColumns,
     Rotary,
     columns_of,
@@ -85,15 +86,14 @@ _ROTATIONS: tuple[Rotation, ...] = ("halves", "neighbours", "none")
 """In the order in which they are tried."""
 _WITHOUT_NATIVE_CALL = "0.1 to 0.7"
 """See docs/benchmarks.md; 0.1 with experts."""
-SURPLUS = 64
-"""Positions of a rotary table beyond the longest sequence. No token should be planned there; if one
-is, it still finds a row of the table."""
 
 
 @dataclass
 class FuseReport:
     """What was replaced, and why other modules stayed as they were."""
 
+    kernels: ModelKernels | None = None
+    """What fused modules are computed with. None: nothing is fused."""
     swapped: Counter[str] = field(default_factory=Counter)
     """Kind of module -> how many were replaced. Modules inside of a replaced layer do not count."""
     forward: FusedForward | None = None
@@ -114,12 +114,16 @@ class FuseReport:
         replaced."""
         self._log()
         faster = replace(model, weight_bytes=model.weight_bytes + self.added_bytes)
-        if self.forward is None:
+        if self.forward is not None:
+            faster = replace(faster, forward=self.forward)
+        if not model.sites or self.kernels is None:  # no adapters, or nothing is fused
             return faster
-        if not model.sites:  # no adapters
-            return replace(faster, forward=self.forward, fused=True)
-        adapted = AdaptedForward(self.forward, model.sites)
-        return replace(faster, forward=adapted, fused=True, sites=adapted.sites, pack=adapted.pack)
+        adapted: AdaptedForward | AdaptedModules
+        if self.forward is not None:
+            adapted = AdaptedForward(self.forward, model.sites)
+        else:
+            adapted = AdaptedModules(model.module, self.kernels, model.sites)
+        return replace(faster, forward=adapted, sites=adapted.sites, pack=adapted.pack)
 
     def _log(self) -> None:
         counts = ", ".join(f"{count} x {what}" for what, count in self.swapped.items())
@@ -236,7 +240,7 @@ class _Fuser:
     cannot be replaced."""
 
     def __init__(self, module: PreTrainedModel, kernels: ModelKernels, length: int) -> None:
-        self.report = FuseReport()
+        self.report = FuseReport(kernels)
         self._module: Any = module
         self._config: Any = module.config
         self._kernels = kernels

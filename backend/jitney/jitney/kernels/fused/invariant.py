@@ -102,6 +102,9 @@ def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any], *, on_gpu: bool) 
     if torch.Tag.pointwise in func.tags:
         if on_gpu:
             return True
+        # A product of complex numbers is a sum of two: vectors may round it otherwise.
+        if any(isinstance(each, torch.Tensor) and each.is_complex() for each in args):
+            return False
         # ``add`` and ``sub`` may have a factor ``alpha``. Whether the product with it is rounded
         # before it is added differs between vectors and single elements.
         return name in _EXACT and kwargs.get("alpha", 1) == 1

@@ -29,7 +29,11 @@ AngleColumns = Literal["once", "halves", "neighbours"]
 the first one; or R, each next to its equal."""
 NO_ANGLES: CosSin = (torch.empty(0), torch.empty(0))
 """For a layer without rotary embedding."""
-_MOST_TABLE_BYTES = 256 << 20
+MOST_TABLE_BYTES = 256 << 20
+"""A larger table of cos and sin is not made."""
+SURPLUS = 64
+"""Positions of a table beyond the longest sequence. No token should be planned there; if one is, it
+still finds a row of the table."""
 
 
 def columns_of(cos: Tensor, head_size: int) -> AngleColumns:
@@ -103,7 +107,7 @@ def rotary_table(
     # The bytes of one position tell those of the table before it is made.
     first_cos, first_sin = compute(positions[:1])
     bytes_of_position = first_cos.nbytes + first_sin.nbytes
-    fitting = _MOST_TABLE_BYTES // bytes_of_position
+    fitting = MOST_TABLE_BYTES // bytes_of_position
     is_whole = fitting >= length
     if not is_whole and like.device.type != "cpu":
         size = length * bytes_of_position

@@ -59,8 +59,15 @@ class ModelKernels(LayerKernels, Protocol):
         """All layers as one native call. Raises Misfit, with the reason, if the device cannot do
         that for this model; None if it has no such calls."""
 
-    def adapted(self, model: "FusedForward", places: Sequence[Places]) -> AdaptedKernels:
-        """What steps with adapters are computed with. ``places`` are those of each layer."""
+    def adapted_program(
+        self, model: "FusedForward", places: Sequence[Places]
+    ) -> AdaptedKernels | None:
+        """Steps with adapters as one native call. ``places`` are those of each layer. None if the
+        device cannot do that for this model."""
+
+    def adapted_products(self, products: Sequence[Sequence[Part]]) -> AdaptedKernels:
+        """What adapters add to these products, given by their parts, is computed with this where
+        the products are called one by one. Some products may have no parts."""
 
 
 @dataclass(frozen=True, eq=False)
