@@ -55,12 +55,12 @@ def tokens_of_torch(
 @pytest.mark.parametrize(
     ("model_type", "form", "fused", "joined"),
     [
-        ("cohere", AdaptedModules, FusedMLP, "model.layers.0.mlp.gate_proj"),
+        ("stablelm", AdaptedModules, FusedMLP, "model.layers.0.mlp.gate_proj"),
         # Experts beside an MLP that is fused by itself.
         ("qwen2_moe", AdaptedForward, FusedMLP, "model.layers.1.mlp.shared_expert.up_proj"),
         pytest.param(
             "ernie4_5_moe",
-            AdaptedModules,
+            AdaptedForward,
             FusedMLP,
             "model.layers.0.mlp.gate_proj",
             marks=SLOW,

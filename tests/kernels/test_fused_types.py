@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from jitney.engine.assemble import load_model
+from jitney.execution.eagle import StateTap
 from jitney.execution.interface import LoadedModel, forward_module
 from jitney.execution.low_rank import Factors, LowRank, find_sites
 from jitney.kernels.fused.fuse import fuse
@@ -111,3 +112,13 @@ def test_adapters_change_each_linear_layer(tmp_path: Path, name: str) -> None:
     got = run_all(fused, [LowRank("all", factors, packed)] * 3)
     assert relative_error(got, right) < TOLERANCE["bfloat16"]
     assert relative_error(plain, right) > 1e-1
+
+
+def test_what_the_output_layer_is_given_can_be_read(tmp_path: Path) -> None:
+    """As a draft head does, also where logits are capped."""
+    model = load(tmp_path, "gemma2", "bfloat16")
+    tap = StateTap(model.module)
+    report = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), MAX_LENGTH)
+    read = tap.wrap(replace(model, forward=report.forward))
+    run(read.forward, model)
+    assert tap.last is not None

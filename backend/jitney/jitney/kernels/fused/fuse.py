@@ -93,7 +93,7 @@ from jitney.kernels.fused.trial import (
     run_module,
     spread_positions,
 )
-from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
+from jitney.kernels.fused.whole_model import FusedForward, ModelKernels, ScaledHead
 
 _log = logging.getLogger(__name__)
 
@@ -679,14 +679,20 @@ class _Fuser:
                 index_of_table[kind] = len(kinds)
                 kinds.append(kind)
         length = self._length + SURPLUS
+        input_rows = find_input_rows(parts, first_input)
+        # Whoever has replaced the embedding may also read what the output layer is given: that is
+        # called as a module then.
+        head: nn.Module = ScaledHead(new_head, scaling)
+        if input_rows.is_table:
+            head = self._kernels.head(new_head, scaling)
         fused = FusedForward(
-            input_rows=find_input_rows(parts, first_input),
+            input_rows=input_rows,
             layers=parts.layers,
             layers_path=parts.layers_path,
             tables=[rotary_table(*kind, length=length, like=self._like) for kind in kinds],
             table_of_layer=[index_of_table[self._rotary_of[layer]] for layer in parts.layers],
             norm=parts.norm,
-            head=self._kernels.head(new_head, scaling),
+            head=head,
             kernels=self._kernels,
         )
         for positions, right in zip(trials, expected, strict=True):
