@@ -431,7 +431,7 @@ def test_no_table_where_the_longest_position_decides(tmp_path) -> None:
 
 
 def test_no_table_that_is_too_large(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 1000)
+    monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", 1000)
     fused = fuse(load(tmp_path, "llama"))
     assert fused.counts == (2, 0, 1, False)
     assert "the table of its rotary embedding would take" in str(fused.report.reasons)
