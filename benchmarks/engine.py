@@ -1,4 +1,4 @@
-"""W1, W2 and W3 on m100 or m500: Jitney in-process beside other engines, in one run.
+"""W1 to W7 on m100 or m500: Jitney in-process beside other engines, in one run.
 
     python -m benchmarks.engine                                 # what is installed here
     python -m benchmarks.engine --openvino-python PATH          # an environment with OpenVINO GenAI
@@ -7,10 +7,13 @@
         --vllm-python PATH                                      # 16, 8 and 4 bits
     python -m benchmarks.engine --model m500 --openvino-python PATH \\
         --engines jitney,jitney_int8,openvino,openvino_int8     # W1 and W2
+    python -m benchmarks.engine --model m100_32k --engines jitney,openvino \\
+        --openvino-python PATH                                  # W4 to W7: how cost grows
 
-Every run is a separate process; the engines take turns, and the tables show medians. Engines live
-in environments of their own; one that is not there is left out. A converted model is kept beside
-the original. Compare ratios within one run; absolute figures differ between machines.
+Every run is a process of its own, one for each set of bounds. The engines take turns, and the
+tables show medians. Engines live in environments of their own; one that is not there is left out. A
+converted model is kept beside the original. Compare ratios within one run; absolute figures differ
+between machines.
 
 - OpenVINO GenAI: ``openvino-genai``, ``optimum-intel``, which converts the model, and torch's CPU
   build, without ``torchvision``.
@@ -37,10 +40,22 @@ from pathlib import Path
 
 from benchmarks.engines.measure import MARK
 from benchmarks.instructions import INSTRUCTIONS, limited_to
-from benchmarks.workloads import MODELS
+from benchmarks.workloads import MODELS, Bounds, bounds_of
 
 ROOT = Path(__file__).parent.parent
-UNITS = {"W1": "output tok/s", "W2": "decode tok/s", "W3": "prompt tok/s"}
+UNITS = {
+    "W1": "output tok/s",
+    "W2": "decode tok/s",
+    "W3": "prompt tok/s",
+    "W4": "prompt tok/s",
+    "W5": "decode tok/s",
+    "W6": "output tok/s",
+    "W7": "output tok/s",
+}
+SMALL = ("W1", "W2", "W3")
+ALL = tuple(UNITS)
+OF_MODEL = {"m100": SMALL, "m100_32k": ("W4", "W5", "W6", "W7"), "m500": ("W1", "W2")}
+"""The workloads that are run on a model if none are named."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class Engine:
     weights: str = ""
     """The form that the checkpoint is converted to; empty: as it is."""
     models: tuple[str, ...] = tuple(MODELS)
-    workloads: tuple[str, ...] = tuple(UNITS)
+    workloads: tuple[str, ...] = SMALL
 
 
 _JITNEY_INT8 = "Jitney, int8 weights and activations"
@@ -64,14 +79,19 @@ _JITNEY_INT4 = "Jitney, int4 weights"
 _STATIC = "transformers generate, static batches of 32"
 _CONTINUOUS = "transformers continuous batching, paged sdpa"
 ENGINES = {
-    "jitney": Engine("Jitney", "jitney"),
-    "jitney_int8": Engine(_JITNEY_INT8, "jitney", ("--quantization", "int8")),
-    "jitney_int4": Engine(_JITNEY_INT4, "jitney", ("--quantization", "int4")),
+    "jitney": Engine("Jitney", "jitney", workloads=ALL),
+    "jitney_int8": Engine(_JITNEY_INT8, "jitney", ("--quantization", "int8"), workloads=ALL),
+    "jitney_int4": Engine(_JITNEY_INT4, "jitney", ("--quantization", "int4"), workloads=ALL),
     "openvino": Engine(
-        "OpenVINO GenAI, continuous batching", "openvino", (), "openvino_genai", "fp16"
+        "OpenVINO GenAI, continuous batching",
+        "openvino",
+        (),
+        "openvino_genai",
+        "fp16",
+        workloads=ALL,
     ),
     "openvino_int8": Engine(
-        "OpenVINO GenAI, int8 weights", "openvino", (), "openvino_genai", "int8"
+        "OpenVINO GenAI, int8 weights", "openvino", (), "openvino_genai", "int8", workloads=ALL
     ),
     "llamacpp_q8": Engine(
         "llama.cpp, Q8_0", "llamacpp", (), "llama_cpp", "q8_0", ("m100",), ("W2", "W3")
@@ -115,11 +135,26 @@ class Command:
     """Only the first so many of W1."""
 
     def run(self, threads: int) -> dict:
-        """One process; returns what it reports. Raises RuntimeError with the end of its output."""
+        """A process for each set of bounds; returns what they report. Raises RuntimeError with the
+        end of a process' output."""
+        of_bounds: dict[Bounds, list[str]] = {}
+        for name in self.workloads:
+            of_bounds.setdefault(bounds_of(name), []).append(name)
+        reports = [self._run_process(names, threads) for names in of_bounds.values()]
+        workloads = {}
+        for report in reports:
+            workloads.update(report["workloads"])
+        return {
+            "workloads": workloads,
+            "peak_mb": max(report["peak_mb"] for report in reports),
+            "load_s": statistics.median(report["load_s"] for report in reports),
+        }
+
+    def _run_process(self, workloads: list[str], threads: int) -> dict:
         command = [
             self.python, "-m", f"benchmarks.engines.{ENGINES[self.name].module}",
             "--model", str(self.model), "--threads", str(threads),
-            "--workloads", ",".join(self.workloads), *self.options,
+            "--workloads", ",".join(workloads), *self.options,
         ]  # fmt: skip
         if self.requests:
             command += ["--requests", str(self.requests)]
@@ -184,7 +219,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--workloads",
         type=lambda text: text.split(","),
-        help="comma-separated; default: W1,W2,W3 on m100, W1,W2 on m500",
+        help="comma-separated; default: W1,W2,W3 on m100, W4 to W7 on m100_32k, W1,W2 on m500",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
@@ -203,7 +238,7 @@ def _parse() -> argparse.Namespace:
         if name not in ENGINES:
             parser.error(f"engine {name!r} is unknown; there are {', '.join(ENGINES)}")
     if arguments.workloads is None:
-        arguments.workloads = list(UNITS) if arguments.model == "m100" else ["W1", "W2"]
+        arguments.workloads = list(OF_MODEL[arguments.model])
     return arguments
 
 

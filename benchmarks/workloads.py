@@ -1,12 +1,15 @@
-"""The fixed workloads and the fixed model on which engines are compared.
+"""The fixed workloads and the fixed models on which engines are compared.
 
-Owns the definitions of W1, W2 and W3 and of the random-weight models ``m100`` and ``m500``: every
-benchmark and every engine beside ours takes them from here, so that figures of different engines
-are of the same prompts, the same output lengths and the same weights. Prompts are token ids; there
-is no tokenizer.
+Owns the definitions of W1 to W7 and of the random-weight models ``m100``, ``m100_32k`` and
+``m500``: every benchmark and every engine beside ours takes them from here, so that figures of
+different engines are of the same prompts, the same output lengths and the same weights. Prompts are
+token ids; there is no tokenizer.
+
+W1, W2 and W3 are small. W4 to W7 show how cost grows: with a prompt, with the contexts of decodes,
+with the number of sequences, and with a prefix that all share.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,34 @@ MAX_NUM_BATCHED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an engine is loaded with. Everything else is its default."""
+
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    cache_gib: int = 1
+    prefix_caching: bool | None = None
+    """None: each engine's default, or off where the prompts would not be read again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Requests that all arrive at t = 0; greedy, the end of sequence ignored.
 
     ``output_lengths[i]`` tokens are made after ``prompts[i]``. ``figure`` names what is divided by
-    the seconds it took: "output" (tokens made), "decode" (tokens made after the first, over the
-    time after the first) or "prompt" (tokens read until the first one is made).
+    the seconds it took:
+
+    - "output": tokens made.
+    - "decode": tokens made once every request has its first one, over the time since then.
+    - "prompt": tokens read until the first one is made.
     """
 
     name: str
     prompts: list[list[int]]
     output_lengths: list[int]
     figure: str
+    asked_before: list[list[int]] = field(default_factory=list)
+    """Prompts that are asked for one token each before the clock runs."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,9 +68,19 @@ class Workload:
 
     def head(self, count: int) -> "Workload":
         """The first ``count`` requests alone, for a quick look or a slow engine."""
-        return Workload(
-            f"{self.name}/{count}", self.prompts[:count], self.output_lengths[:count], self.figure
+        return replace(
+            self,
+            name=f"{self.name}/{count}",
+            prompts=self.prompts[:count],
+            output_lengths=self.output_lengths[:count],
         )
+
+    def before(self) -> "Workload | None":
+        """What is asked before the clock runs. None: nothing is."""
+        if not self.asked_before:
+            return None
+        lengths = [1] * len(self.asked_before)
+        return Workload(f"before {self.name}", self.asked_before, lengths, "output")
 
 
 def w1(vocab_size: int = VOCAB_SIZE) -> Workload:
@@ -75,6 +104,35 @@ def w3(vocab_size: int = VOCAB_SIZE) -> Workload:
     return Workload("W3", [random.randint(10, vocab_size - 10, 2048).tolist()], [1], "prompt")
 
 
+def w4(vocab_size: int = VOCAB_SIZE) -> Workload:
+    """One prompt of 16,384 tokens and its first token; the prefill rate is the figure."""
+    random = np.random.RandomState(1237)
+    return Workload("W4", [random.randint(10, vocab_size - 10, 16_384).tolist()], [1], "prompt")
+
+
+def w5(vocab_size: int = VOCAB_SIZE) -> Workload:
+    """Four streams: 8,192 tokens in, 256 out each; the decode rate is the figure."""
+    random = np.random.RandomState(1238)
+    prompts = [random.randint(10, vocab_size - 10, 8192).tolist() for _ in range(4)]
+    return Workload("W5", prompts, [256] * 4, "decode")
+
+
+def w6(vocab_size: int = VOCAB_SIZE) -> Workload:
+    """256 requests at once: 64 tokens in, 64 out each."""
+    random = np.random.RandomState(1239)
+    prompts = [random.randint(10, vocab_size - 10, 64).tolist() for _ in range(256)]
+    return Workload("W6", prompts, [64] * 256, "output")
+
+
+def w7(vocab_size: int = VOCAB_SIZE) -> Workload:
+    """64 requests that share a prefix of 2,048 tokens, which was asked once before: 32 more tokens
+    in and 32 out each."""
+    random = np.random.RandomState(1240)
+    prefix = random.randint(10, vocab_size - 10, 2048).tolist()
+    prompts = [prefix + random.randint(10, vocab_size - 10, 32).tolist() for _ in range(64)]
+    return Workload("W7", prompts, [32] * 64, "output", asked_before=[prefix])
+
+
 def warm_up(vocab_size: int = VOCAB_SIZE) -> Workload:
     """A few requests that bring every engine's kernels and threads to life; not measured."""
     random = np.random.RandomState(1)
@@ -82,7 +140,19 @@ def warm_up(vocab_size: int = VOCAB_SIZE) -> Workload:
     return Workload("warm-up", prompts, [4, 12, 12], "output")
 
 
-WORKLOADS = {"W1": w1, "W2": w2, "W3": w3}
+WORKLOADS = {"W1": w1, "W2": w2, "W3": w3, "W4": w4, "W5": w5, "W6": w6, "W7": w7}
+_LONG = Bounds(cache_gib=2, prefix_caching=False)
+_BOUNDS = {
+    "W4": _LONG,
+    "W5": _LONG,
+    "W6": replace(_LONG, max_num_seqs=256, max_num_batched_tokens=1024),
+    "W7": replace(_LONG, prefix_caching=True),
+}
+
+
+def bounds_of(workload: str) -> Bounds:
+    """What an engine is loaded with for this workload."""
+    return _BOUNDS.get(workload, Bounds())
 
 
 def save_m100(folder: Path) -> Path:
@@ -90,6 +160,15 @@ def save_m100(folder: Path) -> Path:
 
     A Llama of 102 M parameters with grouped queries and a tied head. Does nothing if it is there.
     """
+    return _save_llama(folder, max_position_embeddings=4096)
+
+
+def save_m100_32k(folder: Path) -> Path:
+    """The same with 32,768 positions in place of 4,096. The weights are equal."""
+    return _save_llama(folder, max_position_embeddings=32_768)
+
+
+def _save_llama(folder: Path, max_position_embeddings: int) -> Path:
     if not (folder / "config.json").exists():
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,7 +180,7 @@ def save_m100(folder: Path) -> Path:
             intermediate_size=2048,
             vocab_size=VOCAB_SIZE,
             tie_word_embeddings=True,
-            max_position_embeddings=4096,
+            max_position_embeddings=max_position_embeddings,
         )
         _save(LlamaForCausalLM, config, folder)
     return folder
@@ -137,4 +216,4 @@ def _save(model_class: Any, config: Any, folder: Path) -> None:
     model_class(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-MODELS = {"m100": save_m100, "m500": save_m500}
+MODELS = {"m100": save_m100, "m100_32k": save_m100_32k, "m500": save_m500}

@@ -17,25 +17,27 @@ from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.engines.breakdown import Stopwatches, install
-from benchmarks.engines.measure import Outcome, Run, run_engine
-from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
+from benchmarks.engines.measure import Outcome, Run, Starts, run_engine
+from benchmarks.workloads import Bounds, Workload
 
 AnyEngine = Engine | SupervisedEngine
 
 
-def load(arguments: argparse.Namespace) -> Run:
-    """Load the model with the batch's bounds of the workloads; everything else is the default."""
+def load(arguments: argparse.Namespace, bounds: Bounds) -> Run:
+    """Load the model with the bounds of the workloads; everything else is the default."""
     options: dict[str, object] = {
         "model": arguments.model,
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,
         "threads": arguments.threads,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "kv_cache_bytes": 1 << 30,
+        "max_num_seqs": bounds.max_num_seqs,
+        "max_num_batched_tokens": bounds.max_num_batched_tokens,
+        "kv_cache_bytes": bounds.cache_gib << 30,
         "fuse": not arguments.no_fuse,
         "prepack": not arguments.no_prepack,
     }
+    if bounds.prefix_caching is not None:
+        options["prefix_caching"] = bounds.prefix_caching
     config = make_config(options)
     watches = install() if arguments.breakdown else None
     if arguments.layerwise:
@@ -82,9 +84,11 @@ def serve(
     steps = 0
     first = None
     left = len(workload.prompts)
+    starts = Starts(left)
     while left:
         report = engine.step()
         steps += 1
+        started = []
         for event in report.events if report else ():
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
@@ -92,9 +96,19 @@ def serve(
             if isinstance(event, Tokens):
                 first = first or time.perf_counter() - began
                 tokens += len(event.ids)
+                started.append(event.key)
+        starts.note(started, tokens, time.perf_counter() - began)
     elapsed = time.perf_counter() - began
-    breakdown = watches.report(elapsed) if watches is not None else {}
-    return Outcome(elapsed, tokens, first, steps, _other_cpu_s(engine) - cpu_began, breakdown)
+    return Outcome(
+        seconds=elapsed,
+        output_tokens=tokens,
+        first_token_s=first,
+        all_started_s=starts.all_started_s,
+        tokens_then=starts.tokens_then,
+        steps=steps,
+        other_cpu_s=_other_cpu_s(engine) - cpu_began,
+        breakdown=watches.report(elapsed) if watches is not None else {},
+    )
 
 
 def _other_cpu_s(engine: AnyEngine) -> float:

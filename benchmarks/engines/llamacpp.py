@@ -14,7 +14,7 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.engines.measure import Outcome, Run, run_engine
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Bounds, Workload
 
 CONTEXT = 4096
 
@@ -56,8 +56,8 @@ class Stream:
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab_size,)).argmax())
 
 
-def load(arguments: argparse.Namespace) -> Run:
-    """Load the file ``arguments.model``."""
+def load(arguments: argparse.Namespace, bounds: Bounds) -> Run:
+    """Load the file ``arguments.model``. Nothing is bounded: it has one stream."""
     stream = Stream(arguments.model, arguments.threads)
 
     def run(workload: Workload) -> Outcome:

@@ -10,10 +10,10 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.workloads import VOCAB_SIZE, WORKLOADS, Workload, warm_up
+from benchmarks.workloads import VOCAB_SIZE, WORKLOADS, Bounds, Workload, bounds_of, warm_up
 
 MARK = "result: "
 
@@ -27,6 +27,10 @@ class Outcome:
     """Wanted tokens: what a static batch makes beyond them does not count."""
     first_token_s: float | None = None
     """Of the whole workload, its first."""
+    all_started_s: float | None = None
+    """When the last request got its first token. None for one request: that is its first token."""
+    tokens_then: int = 1
+    """Made by then, of all requests."""
     steps: int | None = None
     other_cpu_s: float = 0.0
     """CPU seconds that other processes spent on it."""
@@ -43,12 +47,38 @@ def figure(workload: Workload, outcome: Outcome) -> float:
         return outcome.output_tokens / outcome.seconds
     if workload.figure == "prompt":
         return workload.prompt_tokens / outcome.seconds
-    assert outcome.first_token_s is not None
-    return (outcome.output_tokens - 1) / (outcome.seconds - outcome.first_token_s)
+    started_s = outcome.all_started_s
+    if started_s is None:
+        assert len(workload.prompts) == 1, "it is not known when all requests had started"
+        started_s = outcome.first_token_s
+    assert started_s is not None
+    return (outcome.output_tokens - outcome.tokens_then) / (outcome.seconds - started_s)
 
 
-def run_engine(load: Callable[[argparse.Namespace], Run], options: Callable | None = None) -> None:
-    """Parse the command line, load, warm up, run and report. ``options(parser)`` adds options."""
+class Starts:
+    """Notes when the last of ``count`` requests has its first token."""
+
+    def __init__(self, count: int) -> None:
+        self.all_started_s: float | None = None
+        self.tokens_then = 0
+        self._count = count
+        self._started: set[int] = set()
+
+    def note(self, requests: Iterable[int], tokens: int, seconds: float) -> None:
+        """After a step: the requests that have got tokens in it, and the tokens of all requests so
+        far. ``seconds`` since they were handed over."""
+        self._started.update(requests)
+        if self.all_started_s is None and len(self._started) == self._count:
+            self.all_started_s = seconds
+            self.tokens_then = tokens
+
+
+Load = Callable[[argparse.Namespace, Bounds], Run]
+
+
+def run_engine(load: Load, options: Callable | None = None) -> None:
+    """Parse the command line, load, warm up, run and report. ``options(parser)`` adds options. All
+    workloads have the same bounds."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument(
         "--model", required=True, help="the checkpoint, or what it was converted to"
@@ -61,15 +91,23 @@ def run_engine(load: Callable[[argparse.Namespace], Run], options: Callable | No
         options(parser)
     arguments = parser.parse_args()
 
+    names = arguments.workloads.split(",")
+    bounds = bounds_of(names[0])
+    if any(bounds_of(name) != bounds for name in names):
+        parser.error("these workloads have different bounds: run each in a process of its own")
+
     began = time.perf_counter()
-    run = load(arguments)
+    run = load(arguments, bounds)
     run(warm_up(arguments.vocab_size))
     report: dict[str, object] = {"load_s": time.perf_counter() - began}
     results = {}
-    for name in arguments.workloads.split(","):
+    for name in names:
         workload = WORKLOADS[name](arguments.vocab_size)
         if name == "W1" and arguments.requests:
             workload = workload.head(arguments.requests)
+        before = workload.before()
+        if before is not None:
+            run(before)
         cpu_began = time.process_time()
         outcome = run(workload)
         # On a busy machine with one thread, what counts.

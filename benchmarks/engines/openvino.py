@@ -10,18 +10,18 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.engines.measure import Outcome, Run, run_engine
-from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
+from benchmarks.engines.measure import Outcome, Run, Starts, run_engine
+from benchmarks.workloads import Bounds, Workload
 
 
-def load(arguments: argparse.Namespace) -> Run:
-    """The pipeline with the batch's bounds of the workloads."""
+def load(arguments: argparse.Namespace, bounds: Bounds) -> Run:
+    """The pipeline with the bounds of the workloads."""
     scheduling = openvino_genai.SchedulerConfig()
-    scheduling.max_num_seqs = MAX_NUM_SEQS
-    scheduling.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS
+    scheduling.max_num_seqs = bounds.max_num_seqs
+    scheduling.max_num_batched_tokens = bounds.max_num_batched_tokens
     scheduling.dynamic_split_fuse = True
-    scheduling.enable_prefix_caching = False
-    scheduling.cache_size = 1  # GiB
+    scheduling.enable_prefix_caching = bounds.prefix_caching is True
+    scheduling.cache_size = bounds.cache_gib
     properties = {"INFERENCE_NUM_THREADS": arguments.threads}
     if arguments.precision != "default":
         properties["INFERENCE_PRECISION_HINT"] = arguments.precision
@@ -41,15 +41,30 @@ def load(arguments: argparse.Namespace) -> Run:
             ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
             handles.append(pipeline.add_request(number, ids, generation))
         steps = 0
+        tokens = 0
         first = None
+        starts = Starts(len(handles))
         while pipeline.has_non_finished_requests():
             pipeline.step()
             steps += 1
-            if first is None and any(handle.can_read() for handle in handles):
-                first = time.perf_counter() - began
+            started = []
+            for number, handle in enumerate(handles):
+                if handle.can_read():
+                    tokens += sum(len(made.generated_ids) for made in handle.read().values())
+                    started.append(number)
+            if started:
+                seconds = time.perf_counter() - began
+                first = first or seconds
+                starts.note(started, tokens, seconds)
         elapsed = time.perf_counter() - began
-        outputs = [output for handle in handles for output in handle.read_all()]
-        return Outcome(elapsed, sum(len(o.generated_ids) for o in outputs), first, steps)
+        return Outcome(
+            seconds=elapsed,
+            output_tokens=tokens,
+            first_token_s=first,
+            all_started_s=starts.all_started_s,
+            tokens_then=starts.tokens_then,
+            steps=steps,
+        )
 
     return run
 

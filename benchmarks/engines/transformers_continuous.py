@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.engines.measure import Outcome, Run, run_engine
-from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
+from benchmarks.workloads import Bounds, Workload
 
 
-def load(arguments: argparse.Namespace) -> Run:
+def load(arguments: argparse.Namespace, bounds: Bounds) -> Run:
     """The model in bf16. ``generate_batch`` takes one length for all requests, so its manager is
     used, which takes one for each."""
     torch.set_num_threads(arguments.threads)
@@ -18,8 +18,8 @@ def load(arguments: argparse.Namespace) -> Run:
         arguments.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
     batching = ContinuousBatchingConfig(
-        max_batch_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_requests_per_batch=MAX_NUM_SEQS,
+        max_batch_tokens=bounds.max_num_batched_tokens,
+        max_requests_per_batch=bounds.max_num_seqs,
         num_blocks=128,
         allow_block_sharing=False,
     )

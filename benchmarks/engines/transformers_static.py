@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.engines.measure import Outcome, Run, run_engine
-from benchmarks.workloads import MAX_NUM_SEQS, Workload
+from benchmarks.workloads import Bounds, Workload
 
 
-def load(arguments: argparse.Namespace) -> Run:
+def load(arguments: argparse.Namespace, bounds: Bounds) -> Run:
     """The model as transformers loads it, in bf16 with its default attention."""
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
@@ -35,8 +35,8 @@ def load(arguments: argparse.Namespace) -> Run:
             generate(workload.prompts, 1)
             first = time.perf_counter() - began
         began = time.perf_counter()
-        for at in range(0, len(workload.prompts), MAX_NUM_SEQS):
-            part = slice(at, at + MAX_NUM_SEQS)
+        for at in range(0, len(workload.prompts), bounds.max_num_seqs):
+            part = slice(at, at + bounds.max_num_seqs)
             generate(workload.prompts[part], max(workload.output_lengths[part]))
         return Outcome(time.perf_counter() - began, workload.output_tokens, first)
 

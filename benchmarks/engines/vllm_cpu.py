@@ -10,12 +10,12 @@ import os
 import time
 
 from benchmarks.engines.measure import Outcome, Run, run_engine
-from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
+from benchmarks.workloads import Bounds, Workload
 
 MAX_MODEL_LEN = 4096
 
 
-def load(arguments: argparse.Namespace) -> Run:
+def load(arguments: argparse.Namespace, bounds: Bounds) -> Run:
     """The engine, bound to the first ``arguments.threads`` cores of this process."""
     cores = sorted(os.sched_getaffinity(0))[: arguments.threads]
     os.environ.update(  # read as vLLM is imported
@@ -29,8 +29,8 @@ def load(arguments: argparse.Namespace) -> Run:
     engine = LLM(
         arguments.model,
         skip_tokenizer_init=True,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=bounds.max_num_seqs,
+        max_num_batched_tokens=bounds.max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=False,
     ).llm_engine

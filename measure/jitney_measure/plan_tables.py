@@ -80,6 +80,8 @@ def _print_cache(footprint: Footprint, sizes: Sizes) -> None:
     ]
     if footprint.cache != "paged":
         rows.insert(0, ["kind", footprint.cache])
+    if footprint.expansion != 1.0:
+        rows.append(["K and V of latents, for adapters", f"{footprint.expansion:.1f} × latents"])
     if footprint.slot:
         rows.append(["bytes of a sequence's states", f"{footprint.slot:,}"])
         rows.append(["slots for states", f"{sizes.limits.max_num_seqs:,}"])

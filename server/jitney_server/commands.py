@@ -132,6 +132,13 @@ def _gateway_options(
 
 
 def doctor(
+    repository: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder of models: say of each language model how it keeps its past. "
+            "Default: model_repository, if there is one."
+        ),
+    ] = None,
     http_port: Annotated[int, typer.Option(help="Port you mean to serve HTTP on.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port you mean to serve gRPC on.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Port you mean to serve metrics on.")] = 8002,
@@ -142,11 +149,18 @@ def doctor(
     """Look over this installation: say what is wrong and how to repair it.
 
     Checks Python, packages and their versions, the server's binary, stub and libraries, ports,
-    shared memory, memory, processor and GPU. Changes nothing. The exit status is 1 if serving is
-    impossible as things stand.
+    shared memory, memory, processor and GPU, and which kind of cache each language model has, or
+    why it would not load. Changes nothing. The exit status is 1 if serving is impossible as things
+    stand.
     """
     from jitney_server.doctor import run_doctor
+    from jitney_server.repository import check_repository
 
+    usual = Path("model_repository")
+    if repository is None and usual.is_dir():
+        repository = usual
+    if repository is not None:
+        check_repository(repository, None, keep_going=True)
     ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
-    if not run_doctor(ports, start=start):
+    if not run_doctor(ports, start=start, repository=repository):
         raise typer.Exit(1)

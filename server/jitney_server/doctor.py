@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 from jitney.cgroups import free_memory
 from jitney.errors import InstallationError, JitneyError, install_extra
 from rich.console import Console
@@ -28,6 +29,7 @@ from jitney_server.installation import (
     find_libpython,
     missing_libraries,
 )
+from jitney_server.model_caches import ModelCache
 from jitney_server.ports import check_different, choose_ports
 from jitney_server.trial import try_server
 
@@ -39,6 +41,15 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "a
 _MARKS = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}
 _MARK_WIDTH = len("warns")
 _NAME_WIDTH = 14
+_CACHES = {
+    "paged": "K and V in blocks",
+    "latents": "one latent a token in blocks",
+    "indexed": "one latent a token and the keys of its index in blocks",
+    "state": "states in slots, so no prefix cache and no drafts",
+    "opaque": "transformers' own cache, so one sequence at a time, without kernels, prefix cache "
+    "and drafts; the log of its load says how many times as long that takes",
+}
+"""The kinds of cache, in words."""
 _PRINT_GPUS = """
 import torch
 print(torch.__version__)
@@ -61,14 +72,18 @@ class Finding(NamedTuple):
 Check = Callable[[], Finding]
 
 
-def run_doctor(ports: Mapping[str, int], *, start: bool) -> bool:
+def run_doctor(ports: Mapping[str, int], *, start: bool, repository: Path | None = None) -> bool:
     """Print what every check finds. ``ports``: those that a server is to listen on, by what they
-    are for. Returns whether this installation can serve.
+    are for. ``repository``: also print how its language models keep their past. Returns whether
+    this installation can serve.
 
     With ``start`` a server is also started and asked, if it could run. Some faults show only then:
     a stub that finds no packages, shared memory that is too small, a policy that forbids listening.
     """
     findings = examine(ports)
+    if repository is not None and can_serve(findings):
+        with Console(stderr=True).status("Looking at the models …"):
+            findings.update(examine_models(repository))
     if start and can_serve(findings):
         with Console(stderr=True).status("Starting a server …"):
             findings["trial"] = run_check(_check_trial)
@@ -111,6 +126,28 @@ def checks(ports: Mapping[str, int]) -> dict[str, Check]:
         "GPU": _check_gpu,
         "ports": lambda: _check_ports(ports),
     }
+
+
+def examine_models(repository: Path) -> dict[str, Finding]:
+    """By name, how each language model of a repository would keep its past."""
+    code = [sys.executable, "-m", "jitney_server.model_caches", str(repository)]
+    result = subprocess.run(code, capture_output=True, text=True, check=False)
+    findings = {}
+    for line in result.stdout.splitlines():
+        found = msgspec.json.decode(line, type=ModelCache)
+        findings[f"model {found.name}"] = _finding_of(found)
+    if result.returncode != 0:
+        last = [*result.stderr.strip().splitlines(), "no message"][0]
+        findings["models"] = Finding("warns", f"they cannot be looked at: {last}")
+    return findings
+
+
+def _finding_of(found: ModelCache) -> Finding:
+    if found.problem:
+        return Finding("warns", f"it would not load: {found.problem}")
+    kinds = found.kind.split("+")
+    text = f"cache {found.kind}: " + ", ".join(_CACHES[kind] for kind in kinds)
+    return Finding("warns" if "opaque" in kinds else "ok", text)
 
 
 def run_check(check: Check) -> Finding:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine
-from benchmarks.workloads import w1
+from benchmarks.engines.measure import Outcome, Starts, figure
+from benchmarks.workloads import WORKLOADS, Workload, bounds_of, w1, w7
 
 
 def arguments(**changes: object) -> Namespace:
@@ -96,3 +97,60 @@ def test_an_engine_that_fails_takes_no_result_along(
     assert "it is broken" in printed.err
     assert "| Jitney | 7.0 (1.00)" in printed.out
     assert len(json.loads(found.read_text())["jitney"]) == 2
+
+
+def test_decodes_count_from_the_last_requests_first_token() -> None:
+    workload = Workload("four", [[1]] * 2, [5, 5], "decode")
+    starts = Starts(2)
+    starts.note([0], tokens=1, seconds=1.0)
+    starts.note([0, 1], tokens=3, seconds=2.0)
+    starts.note([0, 1], tokens=5, seconds=3.0)
+    outcome = Outcome(
+        seconds=9.0,
+        output_tokens=10,
+        first_token_s=1.0,
+        all_started_s=starts.all_started_s,
+        tokens_then=starts.tokens_then,
+    )
+    assert figure(workload, outcome) == (10 - 3) / (9.0 - 2.0)
+
+
+def test_the_shared_prefix_is_asked_before() -> None:
+    workload = w7()
+    before = workload.before()
+    assert before is not None
+    (prefix,) = before.prompts
+    assert len(prefix) == 2048
+    assert all(prompt[:2048] == prefix and len(prompt) == 2080 for prompt in workload.prompts)
+    assert len({tuple(prompt) for prompt in workload.prompts}) == 64
+
+
+def test_workloads_of_different_bounds_run_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run_process(command: engine.Command, workloads: list[str], threads: int) -> dict:
+        asked.append(workloads)
+        figures = {name: {"figure": 1.0} for name in workloads}
+        return {"workloads": figures, "peak_mb": len(asked), "load_s": 1.0}
+
+    monkeypatch.setattr(engine.Command, "_run_process", run_process)
+    model = checkpoint(tmp_path, 32000)
+    given = arguments(model="m100_32k", workloads=["W4", "W5", "W6", "W7"])
+    command = engine._command("jitney", model, given)
+    assert command is not None
+    report = command.run(2)
+    assert asked == [["W4", "W5"], ["W6"], ["W7"]]
+    assert list(report["workloads"]) == ["W4", "W5", "W6", "W7"]
+    assert report["peak_mb"] == 3
+
+
+def test_a_cache_holds_each_workload() -> None:
+    """Of m100, in 16 bits: 12 layers, 4 heads of 64, keys and values."""
+    token_bytes = 12 * 4 * 64 * 2 * 2
+    for name, make in WORKLOADS.items():
+        workload = make()
+        bounds = bounds_of(name)
+        running = min(len(workload.prompts), bounds.max_num_seqs)
+        assert running * workload.max_length * token_bytes <= bounds.cache_gib << 30

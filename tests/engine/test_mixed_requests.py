@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ KILLS_AT = (0.15, 0.4, 0.7)
 PATIENCE_S = 120.0
 
 
-def make_submits() -> list[Submit]:
+def make_submits(count: int = COUNT) -> list[Submit]:
     """Every wish is drawn on its own, so all of them meet in some request."""
     from llguidance import LLMatcher
 
@@ -57,7 +57,7 @@ def make_submits() -> list[Submit]:
         return wish if chance.random() < share else {}
 
     made = []
-    for key in range(COUNT):
+    for key in range(count):
         piece = [chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 12))]
         prompt = chance.choice(prefixes)[: chance.choice((0, 16, 33, 48))]
         params = {
@@ -220,6 +220,39 @@ def serve_and_kill(config: EngineConfig, asked: list[Submit]) -> Clients:
     return clients
 
 
+class Compared(NamedTuple):
+    tokens: int
+    """That are the same, in streams that are so to their end."""
+    differ: list[tuple[int, int]]
+    """Key and index of the streams that are not the same."""
+
+
+def compare(asked: list[Submit], served: Clients, right: Clients) -> Compared:
+    """Streams of requests in two runs. Of a request whose client left, only what came before."""
+    tokens = 0
+    differ = []
+    for submit in asked:
+        key = submit.key
+        left = key in served.left
+        assert isinstance(right.ends[key], Finished), right.ends[key]
+        assert isinstance(served.ends[key], (Finished, Cancelled)[: 1 + left]), served.ends[key]
+        has_prompt = key in served.prompts or not left
+        if has_prompt and served.prompts.get(key) != right.prompts.get(key):
+            differ.append((key, -1))
+        for index in range(submit.params.n):
+            stream = served.streams.get((key, index), [])
+            expected = right.streams[key, index]
+            if left and stream != expected:  # up to where its client or its own end came first
+                some = [each for each in stream if len(each) == 2]
+                if some != expected[: len(some)]:
+                    differ.append((key, index))
+            elif stream == expected:
+                tokens += len(stream)
+            else:
+                differ.append((key, index))
+    return Compared(tokens, differ)
+
+
 class House:
     """A model, its adapters, and what each request gets without drafts."""
 
@@ -259,22 +292,9 @@ def test_a_thousand_requests(house: House, drafter: str, tmp_path: Path) -> None
         asked = [submit for submit in asked if submit.params.lora_name is None]
     config = make_config({**options, "speculation": speculation, "kv_cache_bytes": blocks})
     served, right = serve_and_kill(config, asked), house.right
-    compared = 0
-    for submit in asked:
-        key, left = submit.key, submit.key in served.left
-        assert isinstance(right.ends[key], Finished), right.ends[key]
-        assert isinstance(served.ends[key], (Finished, Cancelled)[: 1 + left]), served.ends[key]
-        if key in served.prompts or not left:
-            assert served.prompts.get(key) == right.prompts.get(key)
-        for index in range(submit.params.n):
-            stream, expected = served.streams.get((key, index), []), right.streams[key, index]
-            if left and stream != expected:  # up to where its client or its own end came first
-                tokens = [each for each in stream if len(each) == 2]
-                assert tokens == expected[: len(tokens)]
-            else:
-                assert stream == expected
-                compared += len(stream)
-    assert compared > 15 * len(asked)
+    compared = compare(asked, served, right)
+    assert not compared.differ
+    assert compared.tokens > 15 * len(asked)
     assert min(served.accepted, served.drafted - served.accepted, served.preemptions) > 0
     assert served.hits > 0
     assert (served.loads > 0) == (config.adapters is not None)

@@ -1,7 +1,10 @@
 """Runs requests through the real scheduler and runner, without an engine around them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from jitney.batch import Adapter
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.execution.load import LoadedRunner
@@ -31,10 +34,12 @@ def drive(
     num_blocks: int | None = None,
     num_slots: int | None = None,
     stagger: int = 0,
+    adapters: Mapping[int, Adapter] = MappingProxyType({}),
     **options: object,
 ) -> Driven:
     """Serve ``requests`` (prompt, parameters) until all have ended. Request i is submitted before
-    step ``i * stagger``; its key is i. Fails the test if one of them fails."""
+    step ``i * stagger``, with adapter i if there is one; its key is i. Fails the test if one of
+    them fails."""
     info = runner.info
     config: EngineConfig = make_engine_config(
         {"model": "unused", "block_size": info.block_size, **options}
@@ -57,7 +62,8 @@ def drive(
     while waiting or scheduler.has_work:
         now = float(driven.steps)
         while waiting and waiting[0].key * stagger <= driven.steps:
-            driven.events += scheduler.submit(waiting.pop(0))
+            submit = waiting.pop(0)
+            driven.events += scheduler.submit(submit, adapter=adapters.get(submit.key))
         scheduler.reset_counts()
         batch = scheduler.schedule(now)
         if batch.rows:

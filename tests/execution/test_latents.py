@@ -1,17 +1,18 @@
 """Latents in the cache: one row a token, the same result in each form, and faults that a load
 sees."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from jitney.batch import Row
-from jitney.engine.assemble import load_model, load_runner
-from jitney.errors import ConfigError, UnsupportedModelError
+from jitney.engine.assemble import load_model, load_runner, weigh
+from jitney.errors import UnsupportedModelError
 from jitney.execution import latents, memory
 from jitney.execution.attention import AttentionMetadata, build_metadata
-from jitney.execution.interface import AttentionCall, LayerSpec
+from jitney.execution.interface import AttentionCall, LayerSpec, kind_of_cache
 from jitney.execution.latents import LatentAttention, UpProjections
 from jitney.execution.probe import probe_row
 from jitney.read_config import make_config
@@ -154,6 +155,9 @@ def test_an_index_has_a_row_more_where_it_is_not_shared(tmp_path: Path) -> None:
         (24, 16),
         (24, 0),
     ]
+    assert kind_of_cache(model.layers, has_states=False) == "indexed"
+    of_latents = [replace(spec, value_size=0) for spec in model.layers]
+    assert kind_of_cache(of_latents, has_states=False) == "latents"
 
 
 def _next_slots(write: object) -> object:
@@ -191,16 +195,32 @@ def test_index_keys_at_the_wrong_row_are_refused(
         prove_paged(folder)
 
 
-def test_adapters_keep_keys_and_values(tmp_path: Path) -> None:
-    """An adapter may change the product that latents make a part of others."""
+def test_adapters_keep_keys_and_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An adapter may change the product that latents make a part of others. A load and a plan say
+    what that costs."""
     folder = make_type(tmp_path / "m", "deepseek_v3", **MLA)
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    config = make_config(options_for(folder, adapters=str(adapters), fuse=False))
-    assert [spec.num_kv_heads for spec in load_model(config).layers] == [4, 4]
+    config = make_config(options_for(folder, adapters=str(adapters)))
+    model = load_model(config)
+    assert [spec.num_kv_heads for spec in model.layers] == [4, 4]
+    with_latents = load_model(make_config(options_for(folder)))
+    kept = memory.block_bytes(model.layers, 1, model.dtype)
+    times = kept / memory.block_bytes(with_latents.layers, 1, model.dtype)
+    assert times > 5
+    assert f"the cache takes {times:.1f} times as many bytes" in caplog.text
+    assert weigh(config).expansion == times
+    without = weigh(make_config(options_for(folder)))
+    assert without.expansion == 1.0
+    assert weigh(config).block == times * without.block
 
 
-def test_an_index_is_not_batch_invariant(tmp_path: Path) -> None:
-    folder = make_type(tmp_path, "deepseek_v32", **SPARSE)
-    with pytest.raises(ConfigError, match="attends with an index"):
-        load_runner(make_config(options_for(folder, batch_invariant=True)))
+@pytest.mark.parametrize("option", ["adapters", "batch_invariant"])
+def test_an_index_is_opaque(tmp_path: Path, option: str) -> None:
+    """It chooses among latents, which an adapter may change, and whose scores depend on the batch
+    in their last bits."""
+    folder = make_type(tmp_path / "m", "deepseek_v32", **SPARSE)
+    value = str(tmp_path) if option == "adapters" else True
+    config = make_config(options_for(folder, **{option: value}))
+    assert load_model(config).opaque is not None
+    assert weigh(config).cache == "opaque"

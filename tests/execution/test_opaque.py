@@ -3,6 +3,7 @@ its ``generate`` whatever batch, chunks, preemption, forks, failures and replays
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.execution.load_opaque import plan_opaque
 from jitney.execution.low_rank import zero_factors
 from jitney.execution.memory import logits_bytes
-from jitney.execution.opaque import OpaqueModule
+from jitney.execution.opaque import Computed, OpaqueModule
 from jitney.execution.opaque_runner import OpaqueRunner
 from jitney.execution.support import context_length
 from jitney.messages import Cancel, Emitted, Finished, Submit, Tokens
@@ -212,6 +213,21 @@ def _run(engine: Engine) -> dict[int, list[int]]:
     return streams
 
 
+def test_a_long_step_is_not_silent(
+    trunk: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A record after each layer, once the step has taken long: the watchdog takes it for progress,
+    as ``tests/engine/test_watchdog.py`` shows of a step that compiles."""
+    caplog.set_level(logging.INFO, logger="jitney")
+    drive(trunk.runner, trunk.requests[:1])
+    assert "goes on" not in caplog.text
+    monkeypatch.setattr("jitney.execution.opaque_runner._SILENCE_S", 0.0)
+    params = replace(GREEDY, max_tokens=1)
+    drive(trunk.runner, [(trunk.prompts[2], params)])
+    layers = trunk.runner._model.config.num_hidden_layers
+    assert caplog.text.count("a step of 17 tokens goes on after 0 s") == layers == 2
+
+
 # ---------------------------------------------------------------------- what comes with tokens
 
 
@@ -229,6 +245,35 @@ def test_prompt_logprobs(case: Case) -> None:
             assert entry.token_id == prompt[position]
             assert entry.logprob == pytest.approx(
                 float(right[position - 1, prompt[position]]), abs=1e-3
+            )
+
+
+def test_logits_of_few_tokens_are_held_at_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over the beginning of a prompt give those of its first tokens."""
+    params = replace(GREEDY, prompt_logprobs=1)
+    requests = [(prompt, params) for prompt in case.prompts]
+    right = drive(case.runner, requests, max_num_seqs=8)
+    compute = OpaqueModule.compute
+    held = set()
+
+    def note(self: OpaqueModule, *arguments: object) -> Computed:
+        computed = compute(self, *arguments)  # type: ignore[arg-type]
+        held.add(len(computed.logits))
+        return computed
+
+    monkeypatch.setattr(OpaqueModule, "compute", note)
+    monkeypatch.setattr(case.runner, "_most_logits", 7)
+    driven = drive(case.runner, requests, max_num_seqs=8)
+    assert max(held) == (7 if case.runner._opaque.takes_num_logits else max(LENGTHS))
+    assert driven.outputs == right.outputs
+    for key in range(len(requests)):
+        own = prompt_logprobs_of(right, key).logprobs
+        for got, expected in zip(prompt_logprobs_of(driven, key).logprobs, own, strict=True):
+            assert [each.token_id for each in got or []] == [
+                each.token_id for each in expected or []
+            ]
+            assert [each.logprob for each in got or []] == pytest.approx(
+                [each.logprob for each in expected or []], abs=1e-4
             )
 
 
@@ -349,9 +394,11 @@ def test_options_that_cannot_hold_are_refused(
 
 def test_options_of_speed_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"speculation": {"drafter": "ngram"}, "prefix_caching": True, "fuse": True}
+    caplog.set_level(logging.INFO, logger="jitney")
     case = make_case(tmp_path, TRUNK, **options)
     assert "option speculation has no effect" in caplog.text
     assert "one sequence at a time" in caplog.text
+    assert re.search(r"cache opaque \(\d+\.\d times as long for 8 sequences", caplog.text)
     engine = _engine(case, **options)
     for key in (0, 1):
         engine.send(Submit(key=key, prompt=case.prompts[2], params=GREEDY, arrival=0.0))

@@ -241,6 +241,7 @@ def test_what_it_says_of_itself(path: Path, caplog: pytest.LogCaptureFixture) ->
     ledgers = [r.message for r in caplog.records if r.message.startswith("memory: ")]
     assert len(ledgers) == 1
     assert f"{info.num_blocks} blocks" in ledgers[0].replace(",", "")
+    assert "context 100, cache paged, in " in caplog.messages[-1]
 
 
 def test_a_small_model_is_proved_by_one_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

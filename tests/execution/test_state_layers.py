@@ -213,7 +213,7 @@ def test_batch_invariant_takes_opaque_caches(trunk: Case) -> None:
 
 def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_path: Path) -> None:
     """The runner's first steps have an adapter of zeros for all of them."""
-    runner = load(case.folder, adapters=str(tmp_path), fuse=False)
+    runner = load(case.folder, adapters=str(tmp_path))
     states = runner._model.states
     assert states is not None
     for path in runner.sites:

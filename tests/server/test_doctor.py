@@ -3,11 +3,14 @@
 import importlib.metadata
 import shutil
 import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
+import msgspec
 import pytest
 from jitney_server import doctor
+from jitney_server.model_caches import ModelCache
 from jitney_server.ports import choose_ports
 
 
@@ -156,3 +159,29 @@ def test_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     info.write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_bf16\n", encoding="utf-8")
     assert doctor._cpu_flags(info) == {"fpu", "avx2", "amx_bf16"}
     assert doctor._cpu_flags(tmp_path / "none") == set()
+
+
+def test_kinds_of_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the process that looks at the models prints becomes findings; its fault is one, too."""
+    found = [
+        ModelCache("a", kind="paged+state"),
+        ModelCache("b", kind="opaque"),
+        ModelCache("c", problem="it has no cache"),
+    ]
+    lines = "\n".join(msgspec.json.encode(each).decode() for each in found)
+    code = f"import sys\nprint({lines!r})\nsys.exit('no such thing')"
+    real = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **rest: real([sys.executable, "-c", code], **rest)
+    )
+    findings = doctor.examine_models(tmp_path)
+    assert [(name, each.state) for name, each in findings.items()] == [
+        ("model a", "ok"),
+        ("model b", "warns"),
+        ("model c", "warns"),
+        ("models", "warns"),
+    ]
+    assert "K and V in blocks, states in slots" in findings["model a"].text
+    assert "one sequence at a time" in findings["model b"].text
+    assert findings["model c"].text == "it would not load: it has no cache"
+    assert findings["models"].text.endswith("no such thing")

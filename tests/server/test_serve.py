@@ -82,8 +82,15 @@ def test_doctor_prints_findings_and_sets_the_status(
     monkeypatch.setattr(
         "jitney_server.doctor.examine", lambda ports: asked.append(ports) or findings
     )
+    kinds = {"model m": Finding("ok", "cache paged")}
+    looked: list[Path] = []
+    monkeypatch.setattr(
+        "jitney_server.doctor.examine_models", lambda folder: looked.append(folder) or kinds
+    )
     result = invoke(["doctor", "--http-port", "1234"])
     assert result.exit_code == status
+    assert looked == ([] if state == "fails" else [Path("model_repository")])
+    assert ("model m" in result.output) == bool(looked)
     assert asked == [{"http": 1234, "grpc": 8001, "metrics": 8002}]
     assert "is [so:b:2]" in result.output
     assert "do that" in result.output

@@ -288,9 +288,10 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the runner's ``launch`` returns before the step's end, so that the next step can be
     planned meanwhile."""
     cache: str = "paged"
-    """How layers keep their past: ``paged`` (K and V in blocks), ``latents`` (in blocks), ``state``
-    (in slots), or some of these joined by ``+``; or ``opaque``, in transformers' own cache object,
-    one for each sequence."""
+    """How layers keep their past: ``paged`` (K and V in blocks), ``latents`` (in blocks),
+    ``indexed`` (latents and the keys of their index, in blocks), ``state`` (in slots), or some of
+    these joined by ``+``; or ``opaque``, in transformers' own cache object, one for each
+    sequence."""
     num_slots: int = 0
     """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
     num_snapshots: int = 0
@@ -323,6 +324,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     after one by single tokens alone have none, too, but that shows only at load."""
     cache: str = "paged"
     """The kind of the cache: see :class:`ModelInfo`."""
+    expansion: float = 1.0
+    """With option ``adapters``, latents are kept as keys and values: how many times as much these
+    take. 1: the model keeps none so."""
     step_token: int
     """The activations for one token of a step; an estimate."""
     step_row: int

@@ -10,6 +10,8 @@ from jitney.messages import Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
+from benchmarks.architectures.tiny import make_config as make_tiny_config
+from benchmarks.architectures.tiny import make_model
 from tests.execution.drive import Driven, drive
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
@@ -75,6 +77,7 @@ MORE_KINDS: list[tuple[str, dict[str, object]]] = [
     ("llama", {"quantization": "int4"}),
     ("gemma3", {"dtype": "float32"}),  # norms behind the branches; no native call
     ("mistral", {}),  # a window
+    ("olmo2", {}),  # transformers' layers: cos and sin from a table
 ]
 
 
@@ -91,7 +94,21 @@ def test_more_lengths_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, 
     check(load_runner(options(tmp_path, name, **more)), requests(MORE_LENGTHS))
 
 
-def check(runner: TorchRunner, asked: list[tuple[list[int], SamplingParams]]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_latents_alone_and_in_a_batch(tmp_path, dtype: str) -> None:
+    """A query in the absorbed form, in a prompt and in a decode."""
+    config = make_tiny_config("minicpm3")
+    config.q_lora_rank = 64  # our kernels take multiples of 32
+    make_model(config).save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "device": "cpu", "dtype": dtype, "threads": 1}
+    runner = load_runner(make_config({**given, "batch_invariant": True, "kv_cache_bytes": 1 << 22}))
+    assert runner.info.cache == "latents"
+    check(runner, requests([3, 40, 17]), num_blocks=10)
+
+
+def check(
+    runner: TorchRunner, asked: list[tuple[list[int], SamplingParams]], num_blocks: int = 76
+) -> None:
     """The same bits each time."""
     alone = {}
     for key, request in enumerate(asked):
@@ -99,7 +116,7 @@ def check(runner: TorchRunner, asked: list[tuple[list[int], SamplingParams]]) ->
         alone |= {(key, index): stream for (_, index), stream in driven.items()}
     together = drive(runner, asked, budget=1024)
     assert bits(together) == alone
-    crowded = drive(runner, asked, budget=100, num_blocks=76)
+    crowded = drive(runner, asked, budget=100, num_blocks=num_blocks)
     assert crowded.preemptions > 0
     assert crowded.hit_tokens > 0
     assert bits(crowded) == alone
@@ -110,7 +127,7 @@ def check(runner: TorchRunner, asked: list[tuple[list[int], SamplingParams]]) ->
     ("name", "message"),
     [
         ("mixtral", r"model.layers.0.mlp.* computes aten"),
-        ("olmo2", r"model.rotary_emb computes aten.cos"),
+        ("gemma3n", r"computes aten.pow"),
         ("gemma2", r"computes aten.tanh"),
         ("gpt2", r"computes aten"),
     ],

@@ -44,6 +44,7 @@ __all__ = [
     "prepare",
     "resolve_model",
     "weigh",
+    "weigh_here",
 ]
 
 
@@ -138,6 +139,12 @@ def weigh(config: EngineConfig) -> Footprint:
     if config.device == "cpu":
         accelerator = accelerator_for(config, torch.device("cpu"))
     return weigh_model(config, quantizer(), accelerator)
+
+
+def weigh_here(config: EngineConfig) -> Footprint:
+    """As :func:`weigh`, for the device that a load on this machine would take."""
+    device = resolve_device(config.device)
+    return weigh(msgspec.structs.replace(config, device=device.type))
 
 
 def accelerator_for(config: EngineConfig, device: torch.device) -> Accelerator | None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import AdapterSpan, BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.low_rank import AdapterSpan, Pack, Site, hook_layers
 from jitney.execution.opaque import OpaqueModule, OpaqueTraits
 from jitney.execution.state_rows import SlotCache
 from jitney.execution.state_slots import StateLayout, StateSlots
@@ -193,6 +193,11 @@ class LayerSpec:
         return self.head_size if self.value_size is None else self.value_size
 
     @property
+    def has_index(self) -> bool:
+        """Whether it keeps latents, and keys of an index beside them."""
+        return self.has_latents and self.cached_value_size > 0
+
+    @property
     def is_paged(self) -> bool:
         """Whether the layer keeps K and V: see :data:`UNPAGED`."""
         return self.num_kv_heads > 0
@@ -206,7 +211,9 @@ number is its index among the caches."""
 def kind_of_cache(layers: Sequence[LayerSpec], *, has_states: bool) -> str:
     """``ModelInfo.cache`` of a model that is not opaque."""
     kinds = []
-    if any(layer.has_latents for layer in layers):
+    if any(layer.has_index for layer in layers):
+        kinds.append("indexed")
+    elif any(layer.has_latents for layer in layers):
         kinds.append("latents")
     if any(layer.is_paged and not layer.has_latents for layer in layers):
         kinds.append("paged")
@@ -234,8 +241,6 @@ class LoadedModel:
     weight_bytes: int
     forward: StepFunction
     """Runs the module: :func:`forward_module`, or a faster form."""
-    fused: bool = False
-    """Whether ``forward`` is the fused form of the whole model."""
     sites: Mapping[str, Site] = field(default_factory=dict)
     """The linear layers that adapters may change, by their paths in the module as it was loaded.
     Empty without option ``adapters``."""
@@ -388,28 +393,27 @@ def _widened(heads: Tensor, size: int) -> Tensor:
 
 
 def forward_module(
-    module: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor,
-    indices: Tensor,
-    paged: PagedFunction,
-    begin_products: BeginProducts = plain_products,
+    module: PreTrainedModel, ids: Tensor, positions: Tensor, indices: Tensor, paged: PagedFunction
 ) -> Tensor:
     """Run T flattened tokens through transformers' module. With the module bound, it is a
-    :data:`StepFunction`.
-
-    In a step with adapters, ``begin_products`` is called once, with the spans of tokens that are
-    under one adapter each. It returns a function that adds (x A^T) B^T to the result of each linear
-    layer that adapters change (see ``low_rank``).
-    """
-    # Only a step in service has adapters and states; a recorder has none.
+    :data:`StepFunction`. In a step with adapters, hooks add what these give (see ``low_rank``)."""
+    # Only a step in service has adapters; a recorder has none.
     adapted: list[AdapterSpan] = []
-    caches: dict[str, SlotCache] = {}
     if isinstance(paged, PagedStep):
         adapted = paged.meta.adapted
-        if paged.cache is not None:
-            caches[paged.cache.slots.layout.cache_argument] = paged.cache
-    with torch.inference_mode(), Hooks(module, adapted, begin_products):
+    with hook_layers(module, adapted):
+        return call_module(module, ids, positions, indices, paged)
+
+
+def call_module(
+    module: PreTrainedModel, ids: Tensor, positions: Tensor, indices: Tensor, paged: PagedFunction
+) -> Tensor:
+    """As :func:`forward_module`, without regard to adapters."""
+    # Only a step in service has states.
+    caches: dict[str, SlotCache] = {}
+    if isinstance(paged, PagedStep) and paged.cache is not None:
+        caches[paged.cache.slots.layout.cache_argument] = paged.cache
+    with torch.inference_mode():
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

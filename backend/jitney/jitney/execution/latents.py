@@ -13,6 +13,8 @@ attention is called with. :class:`LatentAttention` attends over them in one of t
 With an index (``token_index``) each query sees chosen tokens only.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,10 @@ from jitney.execution.interface import (
     AttentionCall,
     Latents,
     LayerCache,
+    LayerSpec,
     TokenIndex,
 )
+from jitney.execution.memory import block_bytes
 from jitney.execution.quantized import float_inputs, is_linear, weight_of
 from jitney.execution.reference import (
     StepRow,
@@ -99,6 +103,27 @@ def keep_up_projections(attentions: list[nn.Module]) -> None:
         up: UpProjections = vars(attention)[LATENTS]
         up.settle()
         attention.kv_b_proj = up
+
+
+def expansion(module: nn.Module, layers: Sequence[LayerSpec], dtype: torch.dtype) -> float:
+    """How many times as much the cache takes for the layers of ``module`` that attend over latents,
+    but keep keys and values (``layers``), as with latents. 1: there are none."""
+    kept = []
+    with_latents = []
+    for attention in module.modules():
+        if not all(hasattr(attention, name) for name in _PARTS):
+            continue
+        layer: Any = attention
+        spec = layers[layer.layer_idx]
+        if not spec.has_latents:
+            kept.append(spec)
+            size = layer.kv_lora_rank + layer.qk_rope_head_dim
+            with_latents.append(
+                replace(spec, num_kv_heads=1, head_size=size, value_size=0, has_latents=True)
+            )
+    if not kept:
+        return 1.0
+    return block_bytes(kept, 1, dtype) / block_bytes(with_latents, 1, dtype)
 
 
 def _multiplies_slowly(weight: Tensor) -> bool:

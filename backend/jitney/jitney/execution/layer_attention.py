@@ -20,11 +20,10 @@ def needs_torch(spec: LayerSpec, dtype: torch.dtype) -> bool:
 
 def torch_attention(spec: LayerSpec, *, batch_invariant: bool = False) -> AttentionFunction:
     """The layer's function. Raises ConfigError if it cannot be batch invariant."""
-    if spec.has_latents and not (batch_invariant and spec.cached_value_size > 0):
+    if spec.has_latents:
         return in_chunks(LatentAttention(batch_invariant), spec)
     if batch_invariant:
-        what = "an index" if spec.has_latents else "ALiBi"
-        bound = f"False for a model that attends with {what}"
+        bound = "False for a model that attends with ALiBi"
         raise ConfigError.of("batch_invariant", True, bound)
     return in_chunks(ReferenceAttention(), spec)
 

@@ -199,10 +199,6 @@ def speed_up(
         finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # A model that is fused as a whole can change a layer that was joined with others: it knows
-    # which columns of the joined result are the layer's (`low_rank.Part`). Others do not.
-    if not model.fused:
-        _check_sites(model)
     if finish is not None:
         model = finish(model)
     return PreparedModel(model=model, attention=attention, accelerator=accelerator)
@@ -237,20 +233,6 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     )
     probe.check_same(before, after, rounds_inputs=rounds_inputs, tokens=tokens)
     return faster
-
-
-def _check_sites(model: LoadedModel) -> None:
-    """Raise ConfigError if kernels have joined a layer that adapters may change with others. An
-    adapter's product is added to the layer's own result, and there is none any more. ``model`` is
-    not fused as a whole."""
-    paths = dict(model.module.named_modules())
-    for path in model.sites:
-        if path not in paths:
-            bound = (
-                f"False with adapters: kernels joined {path} with other layers, and only a model "
-                "that is fused as a whole can change it alone"
-            )
-            raise ConfigError.of("fuse", True, bound)
 
 
 def _prepare_draft(
@@ -442,8 +424,12 @@ def make_runner(
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
     what = f"a {model.config.model_type} of {info.num_parameters:,} parameters in {info.dtype}"
     where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
+    cache = f"cache {info.cache}"
     if model.states is not None:
-        where += f", states of {len({key.layer for key in model.states.shapes})} layers in slots"
+        in_slots = f"{len({key.layer for key in model.states.shapes})} layers in slots"
         if not info.num_snapshots:
-            where += ", no prefix cache"
-    _log.info("loaded %s %s, in %.1f s", what, where, seconds)
+            in_slots += ", no prefix cache"
+        cache += f" ({in_slots})"
+    if info.slowdown != 1.0:
+        cache += f" ({info.slowdown:.1f} times as long for 8 sequences as in one pass)"
+    _log.info("loaded %s %s, %s, in %.1f s", what, where, cache, seconds)

@@ -15,6 +15,7 @@ from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.execution import interface, machine, support
 from jitney.execution.checkpoint import check_checkpoint, resolve_model
 from jitney.execution.interface import LoadedModel
+from jitney.execution.latents import expansion
 from jitney.execution.opaque import OpaqueModule
 from jitney.execution.opaque_trial import try_opaque
 from jitney.execution.probe import embedding_weight
@@ -41,7 +42,9 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
         read = read_module(config, tools, judged)
         try:
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
-            return prove(read, keeps_latents=config.adapters is None)
+            model = prove(read, keeps_latents=config.adapters is None)
+            _log_expansion(model)
+            return model
         except UnsupportedModelError as refusal:
             if tools.is_draft:
                 raise
@@ -100,6 +103,16 @@ def _prove_opaque(config: EngineConfig, read: ModuleWithWeights) -> LoadedModel:
         opaque=opaque,
         opaque_traits=traits,
     )
+
+
+def _log_expansion(model: LoadedModel) -> None:
+    times = expansion(model.module, model.layers, model.dtype)
+    if times != 1.0:
+        _log.warning(
+            "with option adapters, latents (MLA) are kept as keys and values: the cache takes %.1f "
+            "times as many bytes for each of their layers",
+            times,
+        )
 
 
 def _log_opaque(model: LoadedModel, why_not_paged: str) -> None:

@@ -6,6 +6,7 @@ torch (:func:`plain_products`); kernels have forms of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,28 +140,38 @@ def plain_products(spans: Sequence[AdapterSpan]) -> AddProducts:
     return add
 
 
-class Hooks:
-    """A context in which a module's linear layers add the products of a step's adapters."""
+def hook_layers(
+    module: nn.Module,
+    spans: Sequence[AdapterSpan],
+    begin_products: BeginProducts = plain_products,
+) -> AbstractContextManager[None]:
+    """A context in which a module's linear layers add the products of a step's adapters. ``spans``
+    may be empty: then nothing is added."""
+    if not spans:
+        return nullcontext()
+    paths = changed_paths(spans)
+    return Hooks(
+        {path: module.get_submodule(path) for path in sorted(paths)}, begin_products(spans)
+    )
 
-    def __init__(
-        self,
-        module: nn.Module,
-        spans: Sequence[AdapterSpan],
-        begin_products: BeginProducts = plain_products,
-    ) -> None:
-        """``spans`` may be empty: then nothing is added."""
-        paths = {path for span in spans for path in span.adapter.factors}
-        self._layers = [(path, module.get_submodule(path)) for path in sorted(paths)]
-        self._spans = spans
-        self._begin_products = begin_products
+
+def changed_paths(spans: Sequence[AdapterSpan]) -> set[str]:
+    """The linear layers that any adapter of the step changes."""
+    return {path for span in spans for path in span.adapter.factors}
+
+
+class Hooks:
+    """A context in which linear layers add the products of a step's adapters."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], add: AddProducts) -> None:
+        """``layers``: by path."""
+        self._layers = layers
+        self._add = add
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        if not self._spans:
-            return
-        add = self._begin_products(self._spans)
-        for path, layer in self._layers:
-            self._handles.append(layer.register_forward_hook(_adding_hook(path, add)))
+        for path, layer in self._layers.items():
+            self._handles.append(layer.register_forward_hook(_adding_hook(path, self._add)))
 
     def __exit__(self, *raised: object) -> None:
         for handle in self._handles:

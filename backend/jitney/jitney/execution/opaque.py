@@ -7,7 +7,7 @@ time. What is in a cache object is not looked at, but for the size of its tensor
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,13 @@ class OpaqueModule:
         self.makes_caches = True
         """Whether the module makes a cache object if none is handed in. If it does not, it is given
         an empty one."""
+
+    def after_each_layer(self, call: Callable[[], None]) -> None:
+        """From now on call this whenever a layer of the module has been computed. Its layers are
+        the longest list of modules that it has; a module without one never calls."""
+        lists = [each for each in self.module.modules() if isinstance(each, nn.ModuleList)]
+        for layer in max(lists, key=len, default=()):
+            layer.register_forward_hook(lambda *_: call())
 
     def compute(self, ids: Tensor, start: int, cache: OpaqueCache, num_logits: int = 1) -> Computed:
         """Compute ``ids`` [T], the tokens at positions ``start`` and behind, over a cache of those

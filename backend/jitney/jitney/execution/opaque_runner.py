@@ -10,6 +10,9 @@ where a sequence was interrupted. If a step raises, the caches of its rows are o
 the scheduler begins these sequences anew.
 """
 
+import logging
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,21 +26,27 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.low_rank import (
     AdapterSpan,
     Factors,
-    Hooks,
     LowRank,
     Site,
+    hook_layers,
     zero_factors,
 )
 from jitney.execution.machine import enter_device, is_out_of_memory, synchronize, to_device
-from jitney.execution.opaque import OpaqueCache
+from jitney.execution.opaque import Computed, OpaqueCache
 from jitney.execution.row_samples import (
     LogitsPlan,
+    PromptTargets,
     RowPromptLogprobs,
     logprobs_in_pass,
     plan_logits,
 )
-from jitney.execution.runner import PendingStep, sample_rows
+from jitney.execution.runner import LOGITS_FLOATS, PendingStep, sample_rows
 from jitney.messages import ModelInfo
+
+_log = logging.getLogger(__name__)
+
+_SILENCE_S = 5.0
+"""A step that takes longer says so each time."""
 
 
 class _Piece(NamedTuple):
@@ -46,6 +55,39 @@ class _Piece(NamedTuple):
     start: int
     """Position of the first."""
     ids: list[int]
+
+
+class _Progress:
+    """Says in the log that a step goes on, if it takes long: an uncut prompt may take minutes, and
+    so may the passes of an output that is computed again. The watchdog ends an engine that is
+    silent for too long; a log record ends the silence."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._said = 0.0
+        self._tokens = 0
+
+    def begin(self, batch: Batch) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+        self._said = self._began
+        self._tokens = sum(len(row.token_ids) for row in batch.rows)
+
+    def note(self) -> None:
+        """A part of it has been computed."""
+        now = time.monotonic()
+        if now - self._said >= _SILENCE_S:
+            self._said = now
+            seconds = now - self._began
+            _log.info("a step of %d tokens goes on after %.0f s", self._tokens, seconds)
+
+
+class _Pass(NamedTuple):
+    """What a pass over a piece, or over its first tokens, gave."""
+
+    first: int
+    """The first token of the piece of which there are logits; those behind it have some, too."""
+    computed: Computed
 
 
 @dataclass(slots=True)
@@ -70,8 +112,12 @@ class OpaqueRunner:
         self._model = model
         self._opaque = model.opaque
         self._device = model.device
+        self._progress = _Progress()
+        self._opaque.after_each_layer(self._progress.note)
         self._caches: dict[int, OpaqueCache] = {}
         """By slot."""
+        self._most_logits = max(1, LOGITS_FLOATS // info.vocab_size)
+        """How many tokens may have logits at once."""
 
     # ------------------------------------------------------------------ steps
 
@@ -118,6 +164,7 @@ class OpaqueRunner:
         self._caches.clear()
 
     def _launch(self, batch: Batch) -> PendingStep:
+        self._progress.begin(batch)
         rows = list(batch.rows)
         # The blocks that account for these caches may be in use for others by now.
         for slot in batch.released_slots:
@@ -153,21 +200,43 @@ class OpaqueRunner:
         targets = plan.targets.get(r)
         logits = None
         for piece in _pieces(row):
-            num_logits = 1
-            if targets is not None:
-                num_logits = len(piece.ids)
-            ids = to_device(piece.ids, self._device)
-            with Hooks(self._model.module, _spans(row, piece)):
-                computed = self._opaque.compute(ids, piece.start, cache, num_logits)
+            with hook_layers(self._model.module, _spans(row)):
+                for each in self._passes(piece, cache, all_logits=targets is not None):
+                    computed = each.computed
+                    if targets is not None:
+                        first = targets.first + piece.start - row.start + each.first
+                        found.prompt_logprobs[r] += self._read(targets, computed.logits, first)
             cache = computed.cache
             logits = computed.logits
-            if targets is not None:
-                first = targets.first + piece.start - row.start
-                found.prompt_logprobs[r] += logprobs_in_pass(targets, logits, first)
         self._caches[slot] = cache
         if row.sample:
             assert logits is not None
             found.sampled.append(logits[-1:])
+
+    def _passes(self, piece: _Piece, cache: OpaqueCache, *, all_logits: bool) -> Iterator[_Pass]:
+        """Compute a piece: the last pass has its cache.
+
+        ``all_logits``: together the passes give the logits of all tokens. As these may not fit into
+        memory at once, passes over the first tokens alone come before, each with the logits of its
+        last tokens. (A module that cannot leave out the others gives all of them in one pass.)"""
+        ids = to_device(piece.ids, self._device)
+        first = len(ids) - 1
+        if all_logits:
+            first = 0
+        while self._opaque.takes_num_logits and len(ids) - first > self._most_logits:
+            end = first + self._most_logits
+            own = self._opaque.copy(cache)
+            yield _Pass(first, self._opaque.compute(ids[:end], piece.start, own, end - first))
+            first = end
+        yield _Pass(first, self._opaque.compute(ids, piece.start, cache, len(ids) - first))
+
+    def _read(self, targets: PromptTargets, logits: Tensor, first: int) -> RowPromptLogprobs:
+        """As ``logprobs_in_pass``, a part of the logits at a time: it makes copies of them."""
+        read: RowPromptLogprobs = []
+        for part in logits.split(self._most_logits):
+            read += logprobs_in_pass(targets, part, first)
+            first += len(part)
+        return read
 
     def _copy_caches(self, copies: list[tuple[int, int]]) -> None:
         """All sources are read before any destination is written."""
@@ -207,12 +276,13 @@ def _slot_of(row: Row) -> int:
     return row.slot
 
 
-def _spans(row: Row, piece: _Piece) -> list[AdapterSpan]:
-    """The piece's tokens that are under an adapter: all or none."""
+def _spans(row: Row) -> list[AdapterSpan]:
+    """Whatever the row's passes compute is under its adapter, if it has one. That may be more than
+    the pass's tokens: with latents, some modules make keys and values of the whole context anew."""
     if row.adapter is None:
         return []
     assert isinstance(row.adapter, LowRank)
-    return [AdapterSpan(0, len(piece.ids), row.adapter)]
+    return [AdapterSpan(0, sys.maxsize, row.adapter)]
 
 
 def _pieces(row: Row) -> Iterator[_Piece]:

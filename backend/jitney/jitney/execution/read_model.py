@@ -123,6 +123,8 @@ def _paged_obstacle(
             return "a state takes no drafts back"
         if config.batch_invariant:
             return "with batch_invariant, no state is computed beside others"
+    if config.batch_invariant and support.attends_with_index(hf_config):
+        return "with batch_invariant, no index chooses tokens"
     return support.paged_obstacle(hf_config)
 
 

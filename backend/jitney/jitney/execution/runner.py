@@ -35,7 +35,7 @@ from jitney.execution.sampler import PendingSamples, SampledToken, sample
 from jitney.execution.state_slots import StateSlots
 from jitney.messages import ModelInfo
 
-_LOGITS_FLOATS = 1 << 28
+LOGITS_FLOATS = 1 << 28
 """Most logits of one forward pass if a row asks for prompt logprobs: more take several passes."""
 _SAMPLED_FLOATS = 1 << 24
 """Logits that are sampled at once. Bounds the sampler's memory; no token depends on it."""
@@ -125,7 +125,7 @@ class TorchRunner:
         self._states = states
         self._tables = BlockTables()
         self._run_tokens = run_tokens or self.run_model
-        self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
+        self._most_logits = max(1, LOGITS_FLOATS // info.vocab_size)
         """How many tokens may have logits in one forward pass."""
         self._sampled: Tensor | None = None
         """With overlap: the tokens that the step launched last samples, on the device."""

@@ -234,6 +234,11 @@ def has_state_layers(config: PreTrainedConfig) -> bool:
     return any(kind in _STATE_LAYER_TYPES for kind in layer_types)
 
 
+def attends_with_index(config: PreTrainedConfig) -> bool:
+    """Whether layers attend to tokens that an index chooses (see ``token_index``)."""
+    return getattr(config, "index_topk", None) is not None
+
+
 def cache_argument(model: type[PreTrainedModel] | PreTrainedModel) -> str | None:
     """The name under which a model takes a cache of transformers; None if it takes none."""
     names = inspect.signature(model.forward).parameters

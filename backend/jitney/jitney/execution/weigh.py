@@ -22,7 +22,7 @@ from jitney.execution.carry import carry_in_cache
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.interface import LayerSpec, LoadedModel
-from jitney.execution.latents import use_latents
+from jitney.execution.latents import expansion, use_latents
 from jitney.execution.load_model import refuse_options
 from jitney.execution.opaque import CacheSizes, OpaqueModule
 from jitney.execution.opaque_trial import cache_sizes
@@ -183,6 +183,7 @@ def _weigh_paged(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Wei
         slot=kept.slot_bytes,
         snapshots=config.prefix_caching and kept.slot_bytes > 0,
         cache=interface.kind_of_cache(kept.layers, has_states=kept.slot_bytes > 0),
+        expansion=expansion(module, kept.layers, cache_dtype),
         step_token=without_logits,
         step_row=with_logits - without_logits,
         tensors=_tensor_sizes(checkpoint),

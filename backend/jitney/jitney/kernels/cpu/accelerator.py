@@ -23,8 +23,10 @@ from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.linear import prepack_linears
 from jitney.kernels.cpu.own_weights import layers_read_by_others
+from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.kernels.fused.invariant import check_invariant
+from jitney.kernels.fused.rotary_lookup import look_up_rotary
 from jitney.messages import ModelInfo
 
 _INPUTS_MULTIPLE = 32
@@ -137,6 +139,11 @@ class CpuAccelerator:
                 keep=layers_read_by_others(module),
                 batch_invariant=invariant,
             )
+        if invariant and report.forward is None:
+            try:
+                look_up_rotary(module, model.max_model_len)
+            except Misfit as misfit:
+                report.kept("rotary embedding", str(misfit))
         faster = report.applied(model)
         if invariant:
             check_invariant(module, report.forward, on_gpu=False)

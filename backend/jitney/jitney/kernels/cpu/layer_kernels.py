@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jitney.execution.low_rank import Part
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.column_linear import ColumnLinear, fits_columns
@@ -102,14 +103,19 @@ class CpuLayerKernels:
     def program(self, model: FusedForward) -> LayerProgram | None:
         return LayerProgram.of(model)
 
-    def adapted(self, model: FusedForward, places: Sequence[Places]) -> AdaptedKernels:
+    def adapted_program(
+        self, model: FusedForward, places: Sequence[Places]
+    ) -> AdaptedKernels | None:
         # What cannot be a program without adapters cannot be one with them.
         if model.program is None:
-            return AdaptedKernels()
+            return None
         program = LayerProgram.of(model, places)
         if program is None:
-            return AdaptedKernels()
+            return None
         return AdaptedKernels(pack=program.pack, program=program)
+
+    def adapted_products(self, products: Sequence[Sequence[Part]]) -> AdaptedKernels:
+        return AdaptedKernels()
 
 
 def _join(products: Sequence[Any]) -> _Weights:

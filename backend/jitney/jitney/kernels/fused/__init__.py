@@ -31,8 +31,9 @@ An example, the MLP of a layer of Llama::
 - Replaced: ``layer.mlp`` is a ``FusedMLP``. Of an MLP that clamps, the log says "not replaced (1):
   gated MLP: its result differs".
 
-The other modules: ``rotary`` has cos and sin by position, ``adapted`` runs a fused model with LoRA
-adapters, ``invariant`` checks the option ``batch_invariant``.
+The other modules: ``rotary`` has cos and sin by position, ``adapted`` runs a model with LoRA
+adapters that is fused as a whole or in parts, ``invariant`` checks the option ``batch_invariant``,
+and ``rotary_lookup`` serves it in models that are not fused as a whole.
 
 The kernels of a CPU are in ``kernels.cpu.layer_kernels``, those of a GPU in
 ``kernels.gpu.gpu_layers``.

@@ -18,7 +18,7 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import find_children, layers_that_round_inputs
 from jitney.execution.support import named_lengths
-from jitney.kernels.fused.adapted import AdaptedForward
+from jitney.kernels.fused.adapted import AdaptedForward, AdaptedModules
 from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
 from jitney.kernels.fused.likeness import Likeness, likeness
@@ -30,7 +30,7 @@ from jitney.kernels.fused.recognise import (
     layer_children,
     mlp_children,
 )
-from jitney.kernels.fused.rotary import Rotary, rotary_table
+from jitney.kernels.fused.rotary import SURPLUS, Rotary, rotary_table
 from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
@@ -48,15 +48,13 @@ from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
 
 _log = logging.getLogger(__name__)
 
-_SURPLUS = 64
-"""Positions of a rotary table beyond the longest sequence. No token should be planned there; if one
-is, it still finds a row of the table."""
-
 
 @dataclass
 class FuseReport:
     """What was replaced, and why other modules stayed as they were."""
 
+    kernels: ModelKernels | None = None
+    """What fused modules are computed with. None: nothing is fused."""
     swapped: Counter[str] = field(default_factory=Counter)
     """Kind of module -> how many were replaced. Modules inside of a replaced layer do not count."""
     forward: FusedForward | None = None
@@ -75,12 +73,16 @@ class FuseReport:
         replaced."""
         self._log()
         faster = replace(model, weight_bytes=model.weight_bytes + self.added_bytes)
-        if self.forward is None:
+        if self.forward is not None:
+            faster = replace(faster, forward=self.forward)
+        if not model.sites or self.kernels is None:  # no adapters, or nothing is fused
             return faster
-        if not model.sites:  # no adapters
-            return replace(faster, forward=self.forward, fused=True)
-        adapted = AdaptedForward(self.forward, model.sites)
-        return replace(faster, forward=adapted, fused=True, sites=adapted.sites, pack=adapted.pack)
+        adapted: AdaptedForward | AdaptedModules
+        if self.forward is not None:
+            adapted = AdaptedForward(self.forward, model.sites)
+        else:
+            adapted = AdaptedModules(model.module, self.kernels, model.sites)
+        return replace(faster, forward=adapted, sites=adapted.sites, pack=adapted.pack)
 
     def _log(self) -> None:
         counts = ", ".join(f"{count} x {what}" for what, count in self.swapped.items())
@@ -174,7 +176,7 @@ class _Fuser:
     cannot be replaced."""
 
     def __init__(self, module: PreTrainedModel, kernels: ModelKernels, length: int) -> None:
-        self.report = FuseReport()
+        self.report = FuseReport(kernels)
         self._module: Any = module
         self._config: Any = module.config
         self._kernels = kernels
@@ -374,7 +376,7 @@ class _Fuser:
         index_of_table: dict[_LayerRotary, int] = {}
         for layer in layers:
             index_of_table.setdefault(self._rotary_of[layer], len(index_of_table))
-        length = self._length + _SURPLUS
+        length = self._length + SURPLUS
         fused = FusedForward(
             embed=embed,
             layers=layers,

@@ -21,11 +21,11 @@ from jitney.kernels.fused.trial import first_positions, run_model
 _PRODUCTS = ("mm", "bmm", "matmul")
 # Operations that move values, and compute none. Views do not compute any either.
 _MOVES = frozenset({
-    "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "cat", "clone", "contiguous",
-    "copy", "copy_", "detach", "detach_", "embedding", "empty", "empty_like", "empty_strided",
-    "fill_", "full", "full_like", "gather", "index", "index_select", "lift_fresh", "new_empty",
-    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat",
-    "repeat_interleave", "roll", "scalar_tensor", "set_", "stack", "zeros", "zeros_like",
+    "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "cat", "clone", "constant_pad_nd",
+    "contiguous", "copy", "copy_", "detach", "detach_", "embedding", "empty", "empty_like",
+    "empty_strided", "fill_", "full", "full_like", "gather", "index", "index_select", "lift_fresh",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
+    "repeat", "repeat_interleave", "roll", "scalar_tensor", "set_", "stack", "zeros", "zeros_like",
 })  # fmt: skip
 # Operations on single elements whose result on a CPU has the same bits, whether it is computed in a
 # vector or alone. Whether an element is in a vector depends on where threads and vectors end, and
@@ -102,6 +102,9 @@ def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any], *, on_gpu: bool) 
     if torch.Tag.pointwise in func.tags:
         if on_gpu:
             return True
+        # A product of complex numbers is a sum of two: vectors may round it otherwise.
+        if any(isinstance(each, torch.Tensor) and each.is_complex() for each in args):
+            return False
         # ``add`` and ``sub`` may have a factor ``alpha``. Whether the product with it is rounded
         # before it is added differs between vectors and single elements.
         return name in _EXACT and kwargs.get("alpha", 1) == 1

@@ -20,7 +20,11 @@ CosSin = tuple[Tensor, Tensor]
 Rotary = Callable[[Tensor, Tensor], CosSin]
 """A model's rotary module: (a tensor of the model's dtype and device, positions [1, T]) -> (cos,
 sin)."""
-_MOST_TABLE_BYTES = 256 << 20
+MOST_TABLE_BYTES = 256 << 20
+"""A larger table of cos and sin is not made."""
+SURPLUS = 64
+"""Positions of a table beyond the longest sequence. No token should be planned there; if one is, it
+still finds a row of the table."""
 
 
 def whole_rotary(made: CosSin, half: bool) -> CosSin:
@@ -42,6 +46,6 @@ def rotary_table(rotary: Rotary, half: bool, length: int, like: Tensor) -> Tenso
     # The bytes of one position tell those of the table before it is made.
     first_cos, first_sin = whole_rotary(rotary(like, positions[:, :1]), half)
     size = length * (first_cos.nbytes + first_sin.nbytes)
-    if size > _MOST_TABLE_BYTES:
+    if size > MOST_TABLE_BYTES:
         raise Misfit(f"the table of its rotary embedding would take {size:,} bytes")
     return torch.stack(whole_rotary(rotary(like, positions), half), 1)

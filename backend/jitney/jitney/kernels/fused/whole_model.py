@@ -51,8 +51,15 @@ class ModelKernels(LayerKernels, Protocol):
     def program(self, model: "FusedForward") -> StepProgram | None:
         """All layers as one native call. None if the device cannot do that for this model."""
 
-    def adapted(self, model: "FusedForward", places: Sequence[Places]) -> AdaptedKernels:
-        """What steps with adapters are computed with. ``places`` are those of each layer."""
+    def adapted_program(
+        self, model: "FusedForward", places: Sequence[Places]
+    ) -> AdaptedKernels | None:
+        """Steps with adapters as one native call. ``places`` are those of each layer. None if the
+        device cannot do that for this model."""
+
+    def adapted_products(self, products: Sequence[Sequence[Part]]) -> AdaptedKernels:
+        """What adapters add to these products, given by their parts, is computed with this where
+        the products are called one by one. Some products may have no parts."""
 
 
 class _LayerStep(NamedTuple):

@@ -6,8 +6,6 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,10 +25,8 @@ from jitney.execution.interface import (
     LayerCache,
     LoadedModel,
     PagedStep,
-    forward_module,
     paged_attention,
 )
-from jitney.execution.low_rank import Part
 from jitney.execution.memory import StepMemory
 from jitney.execution.options import refuse_int8
 from jitney.execution.runner import TorchRunner
@@ -122,10 +118,7 @@ class GpuAccelerator:
         from jitney.kernels.gpu.gpu_fuse import fuse_for_gpu
 
         report = fuse_for_gpu(model.module, self._config, model.max_model_len)
-        faster = report.applied(model)
-        if model.sites and not faster.fused:
-            return _with_adapters(faster)
-        return faster
+        return report.applied(model)
 
     def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
@@ -183,17 +176,6 @@ def _refuse_where_interpreted(config: EngineConfig) -> None:
         raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, "left out on a CPU")
     if config.compile:
         raise ConfigError.of("compile", True, "false on a CPU")
-
-
-def _with_adapters(model: LoadedModel) -> LoadedModel:
-    """The model with our kernels for adapters, where transformers calls its linear layers one by
-    one. For the kernels each of them counts as a fused layer with one part."""
-    from jitney.kernels.gpu.adapter_products import GroupedProducts
-
-    layers = [[Part(path, first=0, last=site.outputs)] for path, site in model.sites.items()]
-    products = GroupedProducts(layers)
-    step = partial(forward_module, model.module, begin_products=products.begin)
-    return replace(model, forward=step, pack=products.pack)
 
 
 def skip_padding_check(module: PreTrainedModel) -> None:

@@ -28,11 +28,11 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> 
     With option ``batch_invariant``, linear layers and norms that could not be fused are replaced as
     well. Raises ConfigError if a result may still depend on the batch.
     """
-    report = FuseReport()
     invariant = config.batch_invariant
+    kernels = GpuLayerKernels(batch_invariant=invariant)
+    report = FuseReport(kernels)
     # torch's norms depend on the batch: with ``batch_invariant`` they are always replaced.
     if config.fuse or invariant:
-        kernels = GpuLayerKernels(batch_invariant=invariant)
         report = fuse(module, kernels, length, norms_alone=not config.fuse)
     if invariant:
         _replace_variant_layers(module, config, report)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction, PagedStep
+from jitney.execution.low_rank import Part
 from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.fused.forms import (
     Activation,
@@ -84,10 +85,12 @@ class GpuLayerKernels:
     def program(self, model: FusedForward) -> None:
         """None. CUDA graphs do what a native call does on a CPU."""
 
-    def adapted(self, model: FusedForward, places: Sequence[Places]) -> AdaptedKernels:
-        layers = [parts for places_of_layer in places for parts in places_of_layer]
-        products = GroupedProducts(layers)
-        return AdaptedKernels(begin_products=products.begin, pack=products.pack)
+    def adapted_program(self, model: FusedForward, places: Sequence[Places]) -> None:
+        """None, as :meth:`program`."""
+
+    def adapted_products(self, products: Sequence[Sequence[Part]]) -> AdaptedKernels:
+        grouped = GroupedProducts(products)
+        return AdaptedKernels(begin_products=grouped.begin, pack=grouped.pack)
 
 
 class _SideBySide(nn.Module):

@@ -1,0 +1,109 @@
+"""A thousand requests of every kind on each kind of cache, though engines are killed meanwhile,
+blocks and slots are short and some clients go away. With ``batch_invariant`` they have the same
+bits, else the same tokens."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from jitney.engine.assemble import weigh
+from jitney.messages import Submit
+from jitney.read_config import make_config
+
+from benchmarks.architectures.tiny import make_config as make_tiny_config
+from benchmarks.architectures.tiny import make_model
+from tests.engine.test_mixed_requests import (
+    COUNT,
+    Clients,
+    compare,
+    make_submits,
+    serve_alone,
+    serve_and_kill,
+)
+from tests.tiny_models import EOS_ID, write_tokenizer
+
+pytest.importorskip("numba")
+
+NGRAM = {"drafter": "ngram", "max_drafts": 4}
+MOST_ROUNDED = 3
+"""Streams that may differ without ``batch_invariant``: a rounding may decide between two tokens. A
+state of a wrong sequence, or of a wrong token, changes hundreds."""
+
+
+class Kind(NamedTuple):
+    model_type: str
+    cache: str
+    """The kind that is expected."""
+    batch_invariant: bool
+    speculation: dict[str, object] | None = None
+    q_lora_rank: int | None = None
+    """Our kernels take multiples of 32."""
+
+
+KINDS = [
+    Kind("lfm2", "paged+state", batch_invariant=False),
+    Kind("lfm2", "opaque", batch_invariant=True),
+    Kind("minicpm3", "latents", True, NGRAM, q_lora_rank=64),
+    Kind("deepseek_v32", "indexed", False, NGRAM),
+    Kind("deepseek_v32", "opaque", batch_invariant=True),
+    Kind("gpt_neo", "opaque", batch_invariant=True),
+]
+
+
+def without_adapters() -> list[Submit]:
+    asked = [submit for submit in make_submits(3 * COUNT) if submit.params.lora_name is None]
+    return asked[:COUNT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.model_type}-{kind.cache}")
+def test_a_thousand_requests(tmp_path: Path, kind: Kind) -> None:
+    vocab_size = write_tokenizer(tmp_path)
+    tiny = make_tiny_config(kind.model_type)
+    tiny.vocab_size = vocab_size
+    tiny.eos_token_id = EOS_ID
+    if kind.q_lora_rank is not None:
+        tiny.q_lora_rank = kind.q_lora_rank
+    make_model(tiny).save_pretrained(tmp_path)
+    options: dict[str, Any] = {
+        "model": str(tmp_path),
+        "device": "cpu",
+        "dtype": "float32",
+        "batch_invariant": kind.batch_invariant,
+        "kv_cache_bytes": 1 << 24,
+        "max_num_seqs": 24,
+        "max_num_batched_tokens": 64,
+        "watermark": 0.0,
+        "aging_s": 2.0,
+        "threads": 1,
+        "tiers": [{"name": "live"}, {"name": "bulk"}],
+    }
+    footprint = weigh(make_config(options))
+    assert footprint.cache == kind.cache
+    asked = without_adapters()
+    assert len(asked) == COUNT
+    right = serve_alone(make_config(options), asked)
+    short = {
+        "kv_cache_bytes": 40 * footprint.block + 12 * footprint.slot,
+        "speculation": kind.speculation,
+    }
+    served = serve_and_kill(make_config({**options, **short}), asked)
+
+    if not kind.batch_invariant:
+        forget_bits(right)
+        forget_bits(served)
+    compared = compare(asked, served, right)
+    assert len(compared.differ) <= (0 if kind.batch_invariant else MOST_ROUNDED), compared.differ
+    assert compared.tokens > 10 * len(asked)
+    assert served.preemptions > 0
+    assert (served.hits > 0) == (kind.cache in ("latents", "indexed"))
+    assert (served.accepted > 0) == (kind.speculation is not None)
+
+
+def forget_bits(clients: Clients) -> None:
+    """Keep tokens and ends alone."""
+    clients.prompts.clear()
+    for key, stream in clients.streams.items():
+        clients.streams[key] = [
+            (each[0], []) if len(each) == 2 else (*each[:2], None) for each in stream
+        ]
