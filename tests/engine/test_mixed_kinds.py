@@ -49,10 +49,10 @@ KINDS = [
     Kind("lfm2", "paged+state", batch_invariant=False, block_size=4),
     Kind("lfm2", "opaque", batch_invariant=True),
     # Our kernels take multiples of 32.
-    Kind("minicpm3", "latents", True, NGRAM, {"q_lora_rank": 64}),
+    Kind("minicpm3", "latents", True, NGRAM, sizes={"q_lora_rank": 64}),
     # With few heads many scores of the index are exactly 0, and which of these tokens it chooses
     # depends on the length of the step, in transformers as well.
-    Kind("deepseek_v32", "indexed", False, NGRAM, {"index_n_heads": 16}),
+    Kind("deepseek_v32", "indexed", False, NGRAM, sizes={"index_n_heads": 16}),
     Kind("deepseek_v32", "opaque", batch_invariant=True),
     Kind("gpt_neo", "opaque", batch_invariant=True),
 ]
