@@ -203,7 +203,10 @@ def test_snapshots_have_a_share_and_leave_room_for_the_longest_sequence() -> Non
     assert plan_states(1 << 20, slot=1 << 10, snapshots=True).num_snapshots == 4 * 8
     assert plan_states(1 << 18, slot=1 << 18, snapshots=True, blocks=False).num_snapshots == 0
     assert plan_states(40 << 10, slot=1 << 12, snapshots=True).num_snapshots == 1
+    # A sequence of 256 tokens takes 16 KiB and a slot.
     assert plan_states(20 << 10, slot=1 << 12, snapshots=True).num_snapshots == 0
+    assert plan_states(19 << 10, slot=1 << 11, snapshots=True).num_snapshots == 0
+    assert plan_states(17 << 10, slot=1 << 11, snapshots=True).num_snapshots == 1
     # Each snapshot may have the blocks of a sequence of its own.
     ledger = plan_states(1 << 20, slot=1 << 16, snapshots=True, blocks=False)
     assert (ledger.num_slots, ledger.num_snapshots) == (8, 2)

@@ -11,7 +11,7 @@ from jitney.execution.state_slots import StateKey
 from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.state_forms import (
     ConvForm,
-    DeltaForm,
+    DeltaRuleForm,
     GateForm,
     ScanForm,
     SlotStates,
@@ -61,7 +61,7 @@ def short_conv() -> StateForm:
 def delta_rule(value_size: int = 80) -> StateForm:
     """As Qwen 3.5's. 80 values are 64 at once and then 16."""
     channels = 2 * 2 * 16 + 4 * value_size
-    delta = DeltaForm(
+    delta = DeltaRuleForm(
         key_heads=2,
         value_heads=4,
         key_size=16,
@@ -95,7 +95,7 @@ def mamba(norm: Any = "last") -> StateForm:
 
 
 def projected_width(form: StateForm) -> int:
-    if isinstance(form.recurrence, DeltaForm):
+    if isinstance(form.recurrence, DeltaRuleForm):
         return form.recurrence.gates + form.recurrence.value_heads
     if isinstance(form.recurrence, ScanForm):
         return form.recurrence.steps + form.recurrence.heads
@@ -123,7 +123,7 @@ def convolved_plainly(form: ConvForm, x: Tensor) -> Tensor:
     return out
 
 
-def delta_plainly(form: DeltaForm, x: Tensor, convolved: Tensor) -> Tensor:
+def delta_plainly(form: DeltaRuleForm, x: Tensor, convolved: Tensor) -> Tensor:
     keys = form.key_heads * form.key_size
     query, key, value = convolved.split((keys, keys, form.width), 1)
     shared = form.value_heads // form.key_heads
@@ -182,7 +182,7 @@ def gated_plainly(form: GateForm, x: Tensor, mixed: Tensor) -> Tensor:
 def plainly(form: StateForm, x: Tensor) -> Tensor:
     """What a layer makes of the projection [T, …] of a whole sequence, in float32."""
     mixed = convolved_plainly(form.conv, x)
-    if isinstance(form.recurrence, DeltaForm):
+    if isinstance(form.recurrence, DeltaRuleForm):
         mixed = delta_plainly(form.recurrence, x, mixed)
     elif form.recurrence is not None:
         mixed = scan_plainly(form.recurrence, x, mixed)

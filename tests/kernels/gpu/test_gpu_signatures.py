@@ -63,7 +63,8 @@ class Layer:
             zeros = torch.zeros((1, positions.shape[1], rotary), dtype=torch.bfloat16)
             return zeros, zeros
 
-        self.angles = rotary_table(no_angles, half=False, length=10, like=torch.zeros(1))
+        table = rotary_table(no_angles, "halves", "halves", length=10, like=torch.zeros(1))
+        self.angles = table.angles
         self.norm = NormForm(torch.ones(heads * size), 1e-5)
         self.product = InvariantLinear(torch.zeros(64, heads * size, dtype=torch.bfloat16), None)
         # Static, as a runner's are.

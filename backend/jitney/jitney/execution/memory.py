@@ -162,12 +162,14 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
 
 def _num_snapshots(config: EngineConfig, needs: Needs, size: int) -> int:
     """How many slots a cache of this size has for snapshots: as many as fit into
-    ``_SNAPSHOT_SHARE`` of it, and beside a sequence of full length."""
+    ``_SNAPSHOT_SHARE`` of it. If a sequence of full length fits at all, it does so beside them."""
     if not needs.keeps_snapshots:
         return 0
-    share = int(size * _SNAPSHOT_SHARE)
-    beside_one = max(0, size - _longest_bytes(config, needs))
-    return min(_most_snapshots(needs), min(share, beside_one) // needs.slot_bytes)
+    for_snapshots = int(size * _SNAPSHOT_SHARE)
+    beside_longest = size - _longest_bytes(config, needs)
+    if beside_longest >= 0:
+        for_snapshots = min(for_snapshots, beside_longest)
+    return min(_most_snapshots(needs), for_snapshots // needs.slot_bytes)
 
 
 def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:

@@ -25,7 +25,7 @@ from jitney.kernels.cpu.gate_kernel import (
 )
 from jitney.kernels.cpu.scan_kernel import MOST_STATE_SIZE, ScanCall, scan_body
 from jitney.kernels.fused.forms import Misfit
-from jitney.kernels.fused.state_forms import DeltaForm, ScanForm, SlotStates, StateForm
+from jitney.kernels.fused.state_forms import DeltaRuleForm, ScanForm, SlotStates, StateForm
 
 _NORMS = {"none": NORM_NONE, "first": NORM_FIRST, "last": NORM_LAST}
 
@@ -83,7 +83,7 @@ class CpuStateLayer:
         self._dtype = dtype
         _check_sizes(form)
         self._conv = compiled_conv(dtype)
-        if isinstance(form.recurrence, DeltaForm):
+        if isinstance(form.recurrence, DeltaRuleForm):
             self._recurrence = compiled_delta(dtype)
         elif form.recurrence is not None:
             self._recurrence = compiled_scan(dtype)
@@ -120,7 +120,7 @@ class CpuStateLayer:
         """The kernels, in the order in which they run. Of ``states``, the addresses are read."""
         form = self.form
         steps = [self._conv_step(memory, states)]
-        if isinstance(form.recurrence, DeltaForm):
+        if isinstance(form.recurrence, DeltaRuleForm):
             steps.append(self._delta_step(form.recurrence, memory, states))
         elif form.recurrence is not None:
             steps.append(self._scan_step(form.recurrence, memory, states))
@@ -169,7 +169,9 @@ class CpuStateLayer:
             "slot_stride": states.recurrent.stride(0) * states.recurrent.element_size(),
         }
 
-    def _delta_step(self, delta: DeltaForm, memory: StateMemory, states: SlotStates) -> StateStep:
+    def _delta_step(
+        self, delta: DeltaRuleForm, memory: StateMemory, states: SlotStates
+    ) -> StateStep:
         size = self._dtype.itemsize
         call = DeltaCall(
             items_per_row=delta.value_heads,
@@ -230,7 +232,7 @@ def _check_sizes(form: StateForm) -> None:
     """Raise Misfit for sizes that are no whole vectors, or more than a kernel has memory for."""
     sizes = [form.conv.channels]
     recurrence = form.recurrence
-    if isinstance(recurrence, DeltaForm):
+    if isinstance(recurrence, DeltaRuleForm):
         sizes += [recurrence.key_size, recurrence.value_size]
         if recurrence.key_size > MOST_KEY_SIZE:
             raise Misfit(f"its keys have more than {MOST_KEY_SIZE} numbers")

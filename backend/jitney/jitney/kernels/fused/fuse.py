@@ -102,8 +102,8 @@ _ROTATIONS: tuple[Rotation, ...] = ("halves", "neighbours", "none")
 _WITHOUT_NATIVE_CALL = "0.1 to 0.7"
 """See docs/benchmarks.md; 0.1 with experts."""
 
-Built = TypeVar("Built")
-Choice = TypeVar("Choice")
+_Built = TypeVar("_Built")
+_Choice = TypeVar("_Choice")
 
 
 @dataclass
@@ -777,7 +777,7 @@ def _rotation_of(mixer: Mixer) -> Rotation:
     return mixer.own_rotation if isinstance(mixer, FusedLatents) else mixer.form.rotation
 
 
-def _first_fit(build: Callable[[Choice], Built], choices: Iterable[Choice]) -> Built:
+def _first_fit(build: Callable[[_Choice], _Built], choices: Iterable[_Choice]) -> _Built:
     """What ``build`` makes of the first of the choices for which it does not raise Misfit. If none
     fits, the first Misfit is raised."""
     first_misfit: Misfit | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from jitney.execution.state_slots import StateKey, StateLayout, StateModule
 from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.products import filled_up, with_outputs
-from jitney.kernels.fused.state_forms import ConvForm, DeltaForm, GateForm, ScanForm, StateForm
+from jitney.kernels.fused.state_forms import ConvForm, DeltaRuleForm, GateForm, ScanForm, StateForm
 
 
 class StateParts(NamedTuple):
@@ -140,7 +140,7 @@ def _delta_form(module: Any, keys: _Keys) -> StateForm:
     channels = 2 * module.key_dim + module.value_dim
     betas = channels + module.value_dim
     heads = module.num_v_heads
-    delta = DeltaForm(
+    delta = DeltaRuleForm(
         key_heads=module.num_k_heads,
         value_heads=heads,
         key_size=module.head_k_dim,

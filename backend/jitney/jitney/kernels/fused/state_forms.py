@@ -48,7 +48,7 @@ class ConvForm:
 
 
 @dataclass(frozen=True)
-class DeltaForm:
+class DeltaRuleForm:
     """The gated delta rule: ``kernels.cpu.delta_kernel`` says what it computes."""
 
     key_heads: int
@@ -126,7 +126,7 @@ class StateForm:
     is the kernel's matter."""
     recurrent_key: StateKey | None
     conv: ConvForm
-    recurrence: DeltaForm | ScanForm | None
+    recurrence: DeltaRuleForm | ScanForm | None
     gate: GateForm | None
 
     @property
