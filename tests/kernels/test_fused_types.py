@@ -39,7 +39,7 @@ TYPES = {
     "phi": "layer norms with a bias, parallel branches, an MLP without a gate",
     "gpt2": "learned positions, transposed weights, no rotary embedding",
     "mixtral": "experts",
-    "qwen3_moe": "experts",
+    "qwen3_moe": "experts, behind a layer without them",
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 
@@ -54,6 +54,8 @@ def load(folder: Path, name: str, dtype: str) -> LoadedModel:
     overrides = FACTORS if name == "granite" else {}
     if name == "smollm3":
         overrides = {"no_rope_layers": [1, 0]}
+    if name == "qwen3_moe":
+        overrides = {"mlp_only_layers": [0]}
     for key, value in overrides.items():
         setattr(config, key, value)
     tiny.make_model(config).save_pretrained(folder)

@@ -12,6 +12,7 @@ from jitney.execution.attention import build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep, forward_module
 from jitney.execution.latents import LatentAttention
 from jitney.execution.memory import make_layer_caches
+from jitney.kernels.fused import rotary
 from jitney.kernels.fused.forms import LatentForm, Misfit, NormForm
 from jitney.kernels.fused.fuse import fuse
 from jitney.kernels.fused.trial import relative_error
@@ -172,6 +173,22 @@ def test_one_call_gives_the_same_bits(tmp_path, low_rank: int) -> None:
     fused.program = None
     assert torch.equal(program, run(fused, model, caches=latents(model)))
     assert relative_error(program, plain) < 5e-2
+
+
+def test_a_short_table_of_angles_changes_no_bit(tmp_path, monkeypatch) -> None:
+    """Queries and latents have kernels of their own that rotate."""
+    folder = make_type(tmp_path, "deepseek_v3", **MODEL, q_lora_rank=32)
+    options = make_config({"model": str(folder), "dtype": "bfloat16", "device": "cpu"})
+    results = []
+    for most_bytes in (rotary.MOST_TABLE_BYTES, 1000):
+        monkeypatch.setattr(rotary, "MOST_TABLE_BYTES", most_bytes)
+        model = load_model(options)
+        fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
+        assert fused is not None
+        assert isinstance(fused.program, LayerProgram)
+        assert fused.tables[0].is_whole == (most_bytes > 1000)
+        results.append(run(fused, model, caches=latents(model)))
+    assert torch.equal(*results)
 
 
 def test_a_cache_of_other_numbers_runs_kernel_by_kernel(tmp_path) -> None:
